@@ -16,7 +16,8 @@
 //! With `ZeroRedundancyOptimizer` instead of AdamW on `W` ranks, each rank holds `2·P/W` bytes of state between steps
 //! instead of `2·P`, and `P/W` for gradients instead of `P` (the formula), and up to two buckets.
 //!
-//! For a GPT of 100 million parameters it measures in addition what gradients take at the peak of a step.
+//! For a GPT of 100 million parameters it measures in addition what gradients take at the peak of a step, and with `-- --accumulation`
+//! nothing but the peaks of one pass and of four that accumulate.
 //!
 //! Bytes are counted in the allocator, so they are exact, whatever memory the allocator retains.
 use candle_core::{Device, Tensor};
@@ -49,16 +50,28 @@ struct Usage {
 fn main() -> ExitCode {
     let measure = std::env::args().any(|argument| argument == "--bench");
     let models = if measure { MODELS } else { SMOKE_MODELS };
+    let size = if measure { Size { layers: 8, width: 1024 } } else { Size { layers: 2, width: 32 } };
+    let accumulation = || {
+        println!("\n| MiB | one pass per step | four |\n|---|---|---|");
+        let blocks = Sharding::Blocks { reshard_after_forward: true, ranks: None };
+        [Sharding::Optimizer, blocks].into_iter().try_for_each(|sharding| gradients::accumulation(4, size, sharding))
+    };
+    if std::env::args().any(|argument| argument == "--accumulation") {
+        return exit(accumulation());
+    }
     println!("| MiB | parameters | plain | DDP | difference | formula |\n|---|---|---|---|---|---|");
     let alone = spawn(1, |pg| models.iter().try_for_each(|model| bench(&pg, model)));
-    let size = if measure { Size { layers: 8, width: 1024 } } else { Size { layers: 2, width: 32 } };
     let gradients = || {
         println!("\n| MiB | parameters | DDP | ZeRO-2 | its gradients | 1/world | 1/world and two buckets |");
         println!("|---|---|---|---|---|---|---|");
         [2, 4].into_iter().try_for_each(|ranks| gradients::row(ranks, size))
     };
     let spread = || models.iter().try_for_each(|model| [2, 4].into_iter().try_for_each(|ranks| zero(ranks, model)));
-    match alone.and_then(|_| spread()).and_then(|()| gradients()) {
+    exit(alone.and_then(|_| spread()).and_then(|()| gradients()).and_then(|()| accumulation()))
+}
+
+fn exit(result: Result<()>) -> ExitCode {
+    match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("error: {error}");

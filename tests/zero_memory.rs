@@ -60,6 +60,8 @@ struct Run {
     param_dtype: DType,
     virtual_ranks: Option<usize>,
     sharding: Sharding,
+    /// The backward passes of a step.
+    passes: usize,
 }
 
 /// The bytes of a rank.
@@ -70,7 +72,7 @@ struct Found {
 }
 
 /// Trains on ranks that are threads.
-fn train(Run { world_size, zero, param_dtype, virtual_ranks, sharding }: Run) -> Found {
+fn train(Run { world_size, zero, param_dtype, virtual_ranks, sharding, passes }: Run) -> Found {
     let options = SpawnOptions { world_size, virtual_ranks, ..Default::default() };
     let ranks = spawn_with(options, |pg| {
         // So few positions that activations hardly count.
@@ -110,6 +112,10 @@ fn train(Run { world_size, zero, param_dtype, virtual_ranks, sharding }: Run) ->
             let loss =
                 || -> candle_ddp::Result<Tensor> { Ok(ddp.forward(&x)?.to_dtype(DType::F32)?.sqr()?.mean_all()?) };
             let Some(numbers) = ddp.micro_batches() else {
+                for _ in 1..passes {
+                    let _guard = ddp.no_sync();
+                    ddp.backward(&loss()?)?;
+                }
                 optimizer.step(&ddp.backward(&loss()?)?)?;
                 continue;
             };
@@ -148,9 +154,11 @@ fn check(run: Run) -> (f64, f64) {
 #[test]
 fn gradients_take_their_part_and_two_buckets_as_estimated() {
     let (f32, bf16) = (DType::F32, DType::BF16);
+    let whole =
+        Run { world_size: 2, zero: false, param_dtype: f32, virtual_ranks: None, sharding: Sharding::Off, passes: 1 };
     for world_size in [2, 4] {
         let part = 1. / world_size as f64;
-        let run = Run { world_size, zero: false, param_dtype: f32, virtual_ranks: None, sharding: Sharding::Off };
+        let run = Run { world_size, ..whole };
         let (plain, bytes) = check(run);
         // Activations, and what the engine keeps, in addition to variables and replicas, two states, and gradients.
         let others = plain - bytes * (2. + 2. + 1.);
@@ -158,21 +166,24 @@ fn gradients_take_their_part_and_two_buckets_as_estimated() {
         let (buckets, slack) = (2. * (CAP + LARGEST) as f64, LARGEST as f64);
         let expected = bytes * (2. + 2. * part + part) + buckets + others + slack;
         assert!(peak <= expected, "{world_size} ranks: {peak} bytes, not {expected}");
+        // However many passes accumulate.
+        let (of_four, _) = check(Run { zero: true, sharding: Sharding::Optimizer, passes: 4, ..run });
+        assert!(of_four <= peak + buckets, "{world_size} ranks: {of_four} bytes of four passes, {peak} of one");
         // The test can tell it from whole gradients.
         assert!(expected < bytes * (2. + 2. * part + 1.) + others);
     }
     for zero in [false, true] {
         for (param_dtype, virtual_ranks) in [(bf16, None), (f32, Some(8))] {
             let sharding = if zero { Sharding::Optimizer } else { Sharding::Off };
-            check(Run { world_size: 2, zero, param_dtype, virtual_ranks, sharding });
+            check(Run { zero, param_dtype, virtual_ranks, sharding, ..whole });
         }
     }
     for world_size in [2, 4] {
-        let run = Run { world_size, zero: false, param_dtype: f32, virtual_ranks: None, sharding: Sharding::Off };
+        let run = Run { world_size, ..whole };
         let (plain, bytes) = check(run);
         let others = plain - bytes * (2. + 2. + 1.);
-        let Found { peak, estimate, .. } =
-            train(Run { zero: true, sharding: Sharding::Blocks { reshard_after_forward: true, ranks: None }, ..run });
+        let sharding = Sharding::Blocks { reshard_after_forward: true, ranks: None };
+        let Found { peak, estimate, .. } = train(Run { zero: true, sharding, ..run });
         println!(
             "{world_size} ranks: {peak:.0} bytes of a sharded model, {estimate:.0} estimated and {others:.0} others"
         );
@@ -184,6 +195,11 @@ fn gradients_take_their_part_and_two_buckets_as_estimated() {
         // Parameters, two states and gradients.
         let expected = 1.15 * (4. * bytes / world_size as f64 + 2. * bytes / LAYERS as f64) + others;
         assert!(peak <= expected, "{world_size} ranks: {peak} bytes of a sharded model, not {expected}");
+        let of_four = train(Run { zero: true, sharding, passes: 4, ..run }).peak;
+        println!("{world_size} ranks: {of_four:.0} bytes of four passes of a sharded model");
+        // Ranks that compute at the same time have more blocks together.
+        let bound = peak + 2. * bytes / LAYERS as f64;
+        assert!(of_four <= bound, "{world_size} ranks: {of_four} bytes of four passes, {peak} of one");
     }
     casts_end_with_their_block();
     pretrained_weights_are_spread();

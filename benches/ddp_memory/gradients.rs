@@ -3,7 +3,7 @@ use super::ALLOCATOR;
 use super::char_gpt_block::Block;
 use candle_core::{DType, Module, Tensor};
 use candle_ddp::optim::{AdamW, Optimizer, ParamsAdamW};
-use candle_ddp::{DdpOptions, DistributedDataParallel, Result, Sharding, spawn};
+use candle_ddp::{DdpOptions, DistributedDataParallel, Result, Sharding, block, spawn};
 use candle_nn::{VarBuilder, VarMap};
 
 /// The blocks of a GPT without an embedding.
@@ -13,11 +13,12 @@ pub(crate) struct Size {
     pub(crate) width: usize,
 }
 
-struct Gpt(Vec<Block>);
+struct Gpt(Vec<candle_ddp::Block<Block>>);
 
 impl Gpt {
     fn new(Size { layers, width }: Size, vb: VarBuilder) -> candle_core::Result<Self> {
-        (0..layers).map(|layer| Block::new(width, 4, vb.pp(layer))).collect::<candle_core::Result<_>>().map(Self)
+        let block = |layer| block(vb.pp(layer), |vb| Block::new(width, 4, vb));
+        (0..layers).map(block).collect::<candle_core::Result<_>>().map(Self)
     }
 }
 
@@ -34,8 +35,8 @@ struct Found {
     largest: usize,
 }
 
-/// Trains on so few positions that activations hardly count. The peak is measured in the second step.
-fn train(world_size: usize, size: Size, zero: bool) -> Result<Found> {
+/// Trains with so many passes per step on so few positions that activations hardly count. The peak is measured in the second step.
+fn train(world_size: usize, size: Size, sharding: Sharding, passes: usize) -> Result<Found> {
     let ranks = spawn(world_size, |pg| {
         let x = Tensor::ones((1, 2, size.width), DType::F32, pg.device())?;
         // Layers keep work space for each thread.
@@ -47,7 +48,6 @@ fn train(world_size: usize, size: Size, zero: bool) -> Result<Found> {
         let before = ALLOCATOR.current_usage();
         pg.barrier()?;
         let build = |vb| Gpt::new(size, vb);
-        let sharding = if zero { Sharding::Optimizer } else { Sharding::Off };
         let options = DdpOptions { sharding, ..Default::default() };
         let ddp = DistributedDataParallel::with_options(&pg, &VarMap::new(), build, options)?;
         let mut optimizer = AdamW::new(&ddp, ParamsAdamW::default())?;
@@ -57,7 +57,13 @@ fn train(world_size: usize, size: Size, zero: bool) -> Result<Found> {
                 ALLOCATOR.reset_peak_usage();
                 pg.barrier()?;
             }
-            optimizer.step(&ddp.backward(&ddp.forward(&x)?.sqr()?.mean_all()?)?)?;
+            for pass in 1..=passes {
+                let _guard = ddp.sync_if(pass == passes);
+                let grads = ddp.backward(&ddp.forward(&x)?.sqr()?.mean_all()?)?;
+                if pass == passes {
+                    optimizer.step(&grads)?;
+                }
+            }
         }
         pg.barrier()?;
         let peak = ALLOCATOR.peak_usage().saturating_sub(before) / world_size;
@@ -71,8 +77,8 @@ fn train(world_size: usize, size: Size, zero: bool) -> Result<Found> {
 
 /// Prints a row: a rank's peak with AdamW and with ZeRO-2, and ZeRO-2's gradients next to their part and two buckets.
 pub(crate) fn row(world_size: usize, size: Size) -> Result<()> {
-    let Found { peak: plain, parameters, largest } = train(world_size, size, false)?;
-    let spread = train(world_size, size, true)?.peak;
+    let Found { peak: plain, parameters, largest } = train(world_size, size, Sharding::Off, 1)?;
+    let spread = train(world_size, size, Sharding::Optimizer, 1)?.peak;
     // With AdamW: variables and the copies with which the model computes, two states, and gradients. ZeRO-2 shards the states.
     let others = plain.saturating_sub(5 * parameters);
     let gradients = spread.saturating_sub(others + 2 * parameters + 2 * parameters / world_size);
@@ -89,5 +95,17 @@ pub(crate) fn row(world_size: usize, size: Size) -> Result<()> {
         mib(parameters / world_size),
         mib(bound)
     );
+    Ok(())
+}
+
+/// Prints a row: a rank's peak with one pass per step, and with four whose gradients accumulate.
+pub(crate) fn accumulation(world_size: usize, size: Size, sharding: Sharding) -> Result<()> {
+    let peak = |passes| train(world_size, size, sharding, passes).map(|found| found.peak as f64 / f64::from(1 << 20));
+    let (one, four) = (peak(1)?, peak(4)?);
+    let name = match sharding {
+        Sharding::Blocks { .. } => "sharded blocks",
+        _ => "ZeRO-2",
+    };
+    println!("| {name}, a rank of {world_size} | {one:.0} | {four:.0} |");
     Ok(())
 }

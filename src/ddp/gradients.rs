@@ -21,14 +21,12 @@ pub(super) struct Marks {
 /// The kind of a model's gradients in a store.
 #[derive(Clone, Copy)]
 enum Kind {
-    /// Means over the ranks.
+    /// Means over the ranks. The optimizer of a sharded model keeps them, and the store has none of them.
     Averaged = 1,
-    /// This rank's sums of a pass under `no_sync`.
+    /// Sums of a pass under `no_sync`: this rank's, of which a sharded model's store has none.
     Local = 2,
-    /// Means over the ranks that the optimizer of a sharded model keeps: the store has none of them.
-    Kept = 3,
     /// None, after a micro-batch that is not this rank's last of a step.
-    Unfinished = 4,
+    Unfinished = 3,
 }
 
 impl Marks {
@@ -39,12 +37,11 @@ impl Marks {
         Ok(Self { key, last: None, steps })
     }
 
-    /// Marks `grads` as the holder of the averaged gradients of the pass that has just ended, unless they `are_kept`.
-    pub(super) fn put_averaged(&mut self, grads: &mut GradStore, are_kept: bool) -> Result<()> {
+    /// Marks `grads` as the holder of the averaged gradients of the pass that has just ended.
+    pub(super) fn put_averaged(&mut self, grads: &mut GradStore) -> Result<()> {
         let held = Arc::new(());
         let weak = Arc::downgrade(&held);
-        let kind = if are_kept { Kind::Kept } else { Kind::Averaged };
-        let mark = self.key.apply_op1(Mark { kind, _held: held })?;
+        let mark = self.key.apply_op1(Mark { kind: Kind::Averaged, _held: held })?;
         self.last = Some((mark.id(), weak));
         grads.insert(&self.key, mark);
         Ok(())
@@ -93,10 +90,9 @@ fn is_of(grads: &GradStore, key: &Var, kind: Kind) -> bool {
     grads.get(key).is_some_and(|mark| mark.elem_count() == kind as usize)
 }
 
-/// The name of the first of `vars` whose averaged gradient the optimizer of a sharded model keeps, so that `grads` does not have it.
+/// The name of the first of `vars` whose gradient the optimizer of a sharded model keeps, so that `grads` does not have it.
 pub(crate) fn first_kept<'a>(grads: &GradStore, vars: impl Iterator<Item = &'a Var>) -> Option<String> {
-    let is_kept = |model: &Arc<Steps>| is_of(grads, &model.mark, Kind::Kept);
-    let models: Vec<_> = Steps::of(grads).into_iter().filter(is_kept).collect();
+    let models: Vec<_> = Steps::of(grads).into_iter().filter(|model| model.sharded_by().is_some()).collect();
     let name = |var: &Var| {
         let model = models.iter().find(|model| model.has(var))?;
         model.named().find(|(_, own)| own.id() == var.id()).map(|(name, _)| name.clone())
@@ -119,7 +115,7 @@ pub(crate) fn check_averaged<'a>(
                               returns for that one, `if micro_batch.is_last`";
                 return Err(Error::parameter(name, reason));
             }
-            Some(_) if grads.get(var).is_some() => return Err(own_gradient(name)),
+            Some(model) if model.sharded_by().is_some() || grads.get(var).is_some() => return Err(own_gradient(name)),
             _ => {}
         }
     }
@@ -128,7 +124,7 @@ pub(crate) fn check_averaged<'a>(
 
 /// The error of a step with a gradient that was not averaged.
 pub(crate) fn own_gradient(parameter: &str) -> Error {
-    let reason = "its gradient is this rank's own sum of passes under no_sync, and the next synchronised pass averages that sum: make \
+    let reason = "its gradient is a sum of passes under no_sync, and the next synchronised pass averages that sum with its own: make \
                   the step with the gradients of that pass, `ddp.backward(&loss)` outside of no_sync";
     Error::parameter(parameter, reason)
 }

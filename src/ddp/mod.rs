@@ -92,7 +92,7 @@ impl<M> DistributedDataParallel<M> {
     /// come before any variable has changed, rank 0 warns.
     ///
     /// Under [`no_sync`](Self::no_sync) nothing is sent: gradients accumulate in the buckets, and the store holds this
-    /// rank's sums.
+    /// rank's sums. A [sharded](Sharding) model sends its gradients under it too, and the store holds none.
     ///
     /// # Errors
     /// Returns [`Error::OtherModelInGraph`] if the loss depends on another DDP model: train both with
@@ -146,6 +146,12 @@ impl<M> DistributedDataParallel<M> {
     /// `backward` after that averages the sums. As in PyTorch, n accumulated passes give the sum of their gradients:
     /// divide the losses by n to get the gradient of the large batch. Meanwhile, buffers are not broadcast. The stores of these
     /// passes hold this rank's sums, with which an [`Optimizer`](crate::optim::Optimizer) of this crate refuses to make a step.
+    ///
+    /// A [sharded](Sharding) model sends its gradients in these passes too, since whole sums would take the memory that sharding saves:
+    /// each pass reduce-scatters its buckets, and each rank adds up its parts, so that four passes take no more memory than one. (With
+    /// hybrid sharding, only the last pass sends anything between the copies of the model.) So all ranks make equally many passes, as
+    /// without the guard: otherwise it is an error on all of them. In a [`join`](Self::join) they need not. A pass that fails on one rank
+    /// ends the group, and the stores hold none of the gradients.
     ///
     /// ```no_run
     /// # fn step<M: candle_core::Module>(ddp: &candle_ddp::DistributedDataParallel<M>, micro_batches: &[candle_core::Tensor]) -> candle_ddp::Result<()> {
@@ -236,8 +242,8 @@ impl<M> DistributedDataParallel<M> {
     /// ```
     ///
     /// Inside of it, each backward pass that averages gradients begins with one small collective, by which ranks
-    /// learn who has inputs left. Passes under [`no_sync`](Self::no_sync) send nothing, and gradients that a rank has
-    /// accumulated when its inputs end go into the next pass of the others. While rank 0 has no inputs, buffers come
+    /// learn who has inputs left. Passes under [`no_sync`](Self::no_sync) send nothing, except those of sharded models, and gradients that
+    /// a rank has accumulated when its inputs end go into the next pass of the others. While rank 0 has no inputs, buffers come
     /// from the lowest rank that has some. Forward passes in evaluation may differ from rank to rank, as always.
     ///
     /// `body` must not call other collectives: sum losses, for example, after the join. A

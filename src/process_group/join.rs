@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex};
 /// An operation of a training step that needs all ranks, including those that have no inputs left.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Operation {
-    /// A backward pass that averages gradients: bit `i` stands for the `i`-th model of the join.
+    /// A backward pass that sends gradients: bit `i` stands for the `i`-th model of the join.
     Backward { models: u64, kind: Kind },
     /// `Optimizer::step` of a sharded model
     Step,
@@ -19,14 +19,15 @@ pub(crate) enum Operation {
     Unscale,
 }
 
-/// The kinds of backward passes that average gradients.
+/// What a backward pass does with the gradients that it sends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Kind {
-    Plain = 1,
+pub(crate) struct Kind {
+    /// Otherwise its gradients accumulate, under `no_sync`.
+    pub(crate) synchronises: bool,
     /// Its gradients are added to the previous pass's.
-    AddsUp = 5,
+    pub(crate) adds_up: bool,
     /// Its gradients are divided by a count.
-    Weighted = 6,
+    pub(crate) is_weighted: bool,
 }
 
 /// The ranks that take part in an operation with their own inputs, in order: at least one.
@@ -58,11 +59,14 @@ pub(crate) struct JoinGuard {
 impl Operation {
     const NOTHING: i64 = 0;
     /// The number of models that fit into a code together with the kind of the operation.
-    pub(crate) const MODELS: usize = 60;
+    pub(crate) const MODELS: usize = 57;
 
     fn encode(self) -> i64 {
         match self {
-            Self::Backward { models, kind } => kind as i64 + ((models as i64) << 3),
+            Self::Backward { models, kind: Kind { synchronises, adds_up, is_weighted } } => {
+                let flags = [synchronises, adds_up, is_weighted].map(i64::from);
+                1 + (flags[0] << 3) + (flags[1] << 4) + (flags[2] << 5) + ((models as i64) << 6)
+            }
             Self::Step => 2,
             Self::ClipGradNorm => 3,
             Self::Unscale => 4,
@@ -71,9 +75,11 @@ impl Operation {
 
     fn decode(code: i64) -> Option<Self> {
         match (code & 7, code >> 3) {
-            (1, models) => Some(Self::Backward { models: models as u64, kind: Kind::Plain }),
-            (5, models) => Some(Self::Backward { models: models as u64, kind: Kind::AddsUp }),
-            (6, models) => Some(Self::Backward { models: models as u64, kind: Kind::Weighted }),
+            (1, rest) => {
+                let [synchronises, adds_up, is_weighted] = [0, 1, 2].map(|bit| rest >> bit & 1 == 1);
+                let kind = Kind { synchronises, adds_up, is_weighted };
+                Some(Self::Backward { models: rest as u64 >> 3, kind })
+            }
             (2, 0) => Some(Self::Step),
             (3, 0) => Some(Self::ClipGradNorm),
             (4, 0) => Some(Self::Unscale),
@@ -196,11 +202,14 @@ mod tests {
     #[test]
     fn operations_can_be_encoded_and_decoded() {
         let models = (1 << Operation::MODELS) - 1;
-        let backward = |models, kind| Operation::Backward { models, kind };
+        let backward = |models, synchronises, adds_up, is_weighted| Operation::Backward {
+            models,
+            kind: Kind { synchronises, adds_up, is_weighted },
+        };
         for operation in [
-            backward(1, Kind::Plain),
-            backward(models, Kind::AddsUp),
-            backward(models, Kind::Weighted),
+            backward(1, true, false, false),
+            backward(models, false, true, false),
+            backward(models, true, false, true),
             Operation::Step,
             Operation::ClipGradNorm,
             Operation::Unscale,

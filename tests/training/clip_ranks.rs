@@ -152,11 +152,11 @@ fn gradients_that_an_optimizer_keeps_are_not_clipped_by_others() {
         let moved: Vec<f32> = shared(&ddp).iter().zip(&before).map(|(after, before)| after - before).collect();
         let moved = norm(&moved, NormType::L2);
         assert!((moved - 0.5).abs() < 1e-4, "{moved}");
-        // Whole gradients of this rank's own passes are in the store.
+        // Nor has it those of passes whose gradients accumulate.
         let _guard = ddp.no_sync();
         let y = ddp.call(|(shared, expert)| expert.forward(&shared.forward(&tensor(&[4, 6], 3))?))?;
         let mut grads = ddp.backward(&Tensor::sqr(&y)?.mean_all()?)?;
-        clip_grad_norm(&mut grads, &ddp, 0.5)?;
+        refused(clip_grad_norm(&mut grads, &ddp, 0.5).map(drop));
         Ok(())
     });
 }

@@ -73,6 +73,7 @@ mod replica_check;
 mod resume;
 mod schedules;
 mod several_models;
+mod sharded_accumulation;
 mod sharded_blocks;
 mod sharded_files;
 mod small_data;

@@ -260,9 +260,6 @@ impl Bucket {
     /// otherwise views of one converted copy.
     pub(in crate::ddp) fn converted(&self, parameters: &[ParameterInfo], factor: f64) -> Result<Vec<Tensor>> {
         let dtype = parameters[self.members[0]].leaves_as;
-        if self.is_vacant() {
-            return Ok(Vec::new());
-        }
         if dtype == self.tensor.dtype() {
             copy::scale(&self.sum.flat, factor)?;
             return Ok(self.sum.gradients.clone());

@@ -96,9 +96,8 @@ impl<M> DistributedDataParallel<M> {
     /// # }
     /// ```
     ///
-    /// It counts no gradients of an earlier pass that the program holds during the next one, no whole gradients that accumulate under
-    /// [`no_sync`](Self::no_sync) under [sharding](crate::Sharding), nothing that a communication hook keeps, and no frozen weights that are
-    /// no variables, such as those that adapters are for, apart from two blocks under sharding.
+    /// It counts no gradients of an earlier pass that the program holds during the next one, nothing that a communication hook keeps, and no
+    /// frozen weights that are no variables, such as those that adapters are for, apart from two blocks under sharding.
     ///
     /// # Errors
     /// Returns the errors of the optimizer's [`state_dict`](StateDict::state_dict), such as for parameters without names.

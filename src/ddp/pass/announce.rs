@@ -5,20 +5,21 @@ use crate::process_group::{Active, Kind, Operation};
 use crate::{Error, Result};
 use std::sync::Arc;
 
-/// Tells ranks without inputs that a backward pass of `models` comes next, if the models that send gradients are in a
+/// Tells ranks without inputs that a backward pass of `models` comes next, if those that send gradients are in a
 /// join. Returns the ranks that have inputs.
 pub(in crate::ddp) fn announce(models: &[Member], is_weighted: bool) -> Result<Option<Active>> {
-    // Whether gradients add up is of interest to shards alone, which do not add up weighted ones.
-    let kind = match models.iter().any(|model| model.synchronises && model.adds_up) {
-        _ if is_weighted => Kind::Weighted,
-        true => Kind::AddsUp,
-        false => Kind::Plain,
-    };
-    let models: Vec<&DistributedModel> =
-        models.iter().filter(|model| model.synchronises).map(|model| model.core).collect();
-    let Some(join) = models.iter().find_map(|model| model.group().current_join()) else { return Ok(None) };
+    let models: Vec<&Member> = models.iter().filter(|model| model.sends()).collect();
+    let Some(join) = models.iter().find_map(|model| model.core.group().current_join()) else { return Ok(None) };
+    let synchronises = models[0].synchronises;
+    if models.iter().any(|model| model.synchronises != synchronises) {
+        let reason = "of the models of one backward pass in a join, either all that send gradients are under no_sync or none, since ranks \
+                      without inputs treat them alike: let their guards of no_sync begin and end together";
+        return Err(Error::invalid("models", reason));
+    }
+    // Whether gradients add up is of interest to shards alone.
+    let kind = Kind { synchronises, adds_up: models.iter().any(|model| model.adds_up), is_weighted };
     let mut mask = 0;
-    for model in &models {
+    for model in models.iter().map(|model| model.core) {
         let place = join.models.iter().position(|number| *number == model.number);
         let is_joined = model.group().current_join().is_some_and(|own| Arc::ptr_eq(&own, &join));
         let Some(place) = place.filter(|_| is_joined) else {
@@ -31,7 +32,7 @@ pub(in crate::ddp) fn announce(models: &[Member], is_weighted: bool) -> Result<O
         };
         mask |= 1 << place;
     }
-    models[0].group().announce(Operation::Backward { models: mask, kind })
+    models[0].core.group().announce(Operation::Backward { models: mask, kind })
 }
 
 /// Returns the position of `model` among the models of its group's current join.

@@ -55,7 +55,7 @@ pub struct Backward<'a> {
     /// Gradients to which the new ones are added: for one step after several losses, as PyTorch's `loss.backward()` adds to
     /// `parameter.grad`. Start with the result of `backward`, or with `GradStore::default()`. The sums are then in this store, and in
     /// the one that the call returns; after an error, this store is as before. Every call averages its own gradients. Under
-    /// [`no_sync`](crate::DistributedDataParallel::no_sync) it leaves them in the buckets, and the next call without the guard averages
+    /// [`no_sync`](crate::DistributedDataParallel::no_sync) it leaves them with the model, and the next call without the guard averages
     /// and adds their sum. Gradients of tensors that are not variables are not added. Default: None.
     pub into: Option<&'a mut GradStore>,
 }
@@ -89,7 +89,7 @@ pub struct Backward<'a> {
 /// Every rank must call it with the same models in the same order. Buckets are sent model by model; in the first pass with
 /// these models, the ranks agree on the order in which rank 0's gradients become complete. (Models of different
 /// groups are sent in the given order: put the one nearest to the loss first.) A model under
-/// [`no_sync`](crate::DistributedDataParallel::no_sync) sends nothing. A variable that belongs to two of the models
+/// [`no_sync`](crate::DistributedDataParallel::no_sync) sends nothing, unless it is sharded. A variable that belongs to two of the models
 /// gets the sum of both gradients.
 ///
 /// # A sum over samples
@@ -209,7 +209,7 @@ pub(crate) fn backward_in_parts(
 fn check_into(models: &[&DistributedModel], options: &Backward) -> Result<()> {
     let Some(grads) = &options.into else { return Ok(()) };
     if models.iter().any(|model| model.marks().has_local(grads)) {
-        let reason = "it holds this rank's own sums from a backward pass under no_sync. The buckets hold these sums as \
+        let reason = "it holds this rank's own sums from a backward pass under no_sync. The model holds these sums as \
                       well, and the next synchronised pass averages them: pass another store, or GradStore::default()";
         return Err(Error::invalid("into", reason));
     }
@@ -383,12 +383,12 @@ fn check_sharded(pass: &Pass) -> Result<()> {
 pub(in crate::ddp) fn shadow(models: &[&DistributedModel], kind: Kind, active: &Active) -> Result<()> {
     Pass::shadow(models, kind, active).run(|pass| {
         pass.begin()?;
-        for model in pass.synchronised() {
-            model.reducer.launch_remaining()?;
+        for model in &pass.models {
+            model.core.reducer.launch_remaining()?;
         }
         let buffers = broadcast_buffers(pass)?;
-        for model in pass.synchronised() {
-            model.reducer.finalize_backward()?;
+        for model in &pass.models {
+            model.core.reducer.finalize_backward()?;
         }
         finish(buffers, pass)?;
         ignored::look(pass, None)
@@ -427,7 +427,7 @@ fn collect(grads: &mut GradStore, pass: &Pass) -> Result<()> {
 /// Marks `grads` as the gradients of a pass that has succeeded.
 fn put_marks(grads: &mut GradStore, pass: &Pass) -> Result<()> {
     pass.models.iter().try_for_each(|Member { core, synchronises, .. }| match synchronises {
-        true => core.marks().put_averaged(grads, core.reducer.is_sharded()),
+        true => core.marks().put_averaged(grads),
         false => core.marks().put_local(grads, pass.micro_batch.is_some()),
     })
 }

@@ -68,9 +68,9 @@ impl<'a> Pass<'a> {
 
     /// The pass of the `active` ranks, in which this one takes part with zeros.
     pub(in crate::ddp) fn shadow(models: &[&'a DistributedModel], kind: Kind, active: &Active) -> Self {
-        let adds_up = kind == Kind::AddsUp;
-        let member = |core: &&'a DistributedModel| Member { core, synchronises: true, adds_up };
-        let count = (kind == Kind::Weighted).then_some(0.);
+        let Kind { synchronises, adds_up, is_weighted } = kind;
+        let member = |core: &&'a DistributedModel| Member { core, synchronises, adds_up };
+        let count = is_weighted.then_some(0.);
         Self::of(models.iter().map(member).collect(), None, count, Some(active.clone()))
     }
 
@@ -80,7 +80,7 @@ impl<'a> Pass<'a> {
         Self { models, graph, count, micro_batch, loss, active, begun, has_succeeded, _sums }
     }
 
-    /// The models that send gradients.
+    /// The models whose gradients are those of a step.
     pub(in crate::ddp) fn synchronised(&self) -> impl Iterator<Item = &'a DistributedModel> {
         self.models.iter().filter(|model| model.synchronises).map(|model| model.core)
     }
@@ -129,7 +129,8 @@ impl<'a> Pass<'a> {
     /// Begins the pass in the reducers.
     pub(in crate::ddp) fn begin(&mut self) -> Result<()> {
         let mut successor = None;
-        for Member { core, synchronises, adds_up } in self.models.iter().rev().copied() {
+        for member in self.models.iter().rev() {
+            let (Member { core, synchronises, adds_up }, sends) = (*member, member.sends());
             let reducer = &core.reducer;
             let of_all = || Active::all(core.group().world_size());
             reducer.begin(Part {
@@ -141,7 +142,7 @@ impl<'a> Pass<'a> {
                 total: None,
                 is_held: core.marks().is_last_held(),
                 active: self.active.clone().unwrap_or_else(of_all),
-                successor: if synchronises { successor.replace(Arc::clone(reducer)) } else { None },
+                successor: if sends { successor.replace(Arc::clone(reducer)) } else { None },
                 is_open: false,
                 next: 0,
                 arrived: Vec::new(),
@@ -168,7 +169,7 @@ impl<'a> Pass<'a> {
     /// Ends the groups whose other ranks wait for this one, now or, for the sum of its micro-batches, later. In a world of
     /// one, the program may try again, with a smaller batch for example.
     pub(in crate::ddp) fn abort(&self, reason: &str) {
-        let models = self.models.iter().filter(|model| model.synchronises || self.micro_batch.is_some());
+        let models = self.models.iter().filter(|model| model.sends() || self.micro_batch.is_some());
         let groups = models.map(|model| model.core.group());
         groups.filter(|group| group.world_size() > 1).for_each(|group| group.abort(reason));
     }

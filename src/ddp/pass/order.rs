@@ -18,46 +18,49 @@ pub(in crate::ddp) struct Member<'a> {
     pub(in crate::ddp) adds_up: bool,
 }
 
+impl Member<'_> {
+    /// Whether it sends its buckets.
+    pub(in crate::ddp) fn sends(&self) -> bool {
+        self.synchronises || self.core.reducer.adds_up_parts()
+    }
+}
+
 /// `models` in the order in which their buckets are sent. The model whose gradients complete first in the
 /// backward pass of rank `root`, which has a graph, goes first, because the others wait for it. Ranks agree on the order when
 /// they first give these models, before anything else is sent, and keep it. Models of different groups stay in the given
 /// order.
 pub(in crate::ddp) fn agree<'a>(models: &[Member<'a>], graph: Option<&Graph>, root: usize) -> Result<Vec<Member<'a>>> {
-    let (synchronised, others): (Vec<Member>, Vec<Member>) = models.iter().partition(|model| model.synchronises);
-    let [Member { core: first, .. }, _, ..] = synchronised[..] else { return Ok(models.to_vec()) };
+    let (sending, others): (Vec<Member>, Vec<Member>) = models.iter().partition(|model| model.sends());
+    let [Member { core: first, .. }, _, ..] = sending[..] else { return Ok(models.to_vec()) };
     let group = first.group();
-    if synchronised.iter().any(|model| !model.core.group().is_same(group)) {
+    if sending.iter().any(|model| !model.core.group().is_same(group)) {
         return Ok(models.to_vec());
     }
-    let numbers: Vec<u64> = synchronised.iter().map(|model| model.core.number).collect();
+    let numbers: Vec<u64> = sending.iter().map(|model| model.core.number).collect();
     let mut orders = lock(&first.orders);
     let agreed = match orders.iter().position(|(of, _)| *of == numbers) {
         Some(known) => &orders[known].1,
         None => {
             verify::same_models(group, &numbers)?;
-            let mut order: Vec<u32> = (0..synchronised.len() as u32).collect();
+            let mut order: Vec<u32> = (0..sending.len() as u32).collect();
             // Models that are not in the graph, or whose gradients arrive only after the backward pass, come last.
             let end = |place: &u32| {
-                let model = synchronised[*place as usize].core;
+                let model = sending[*place as usize].core;
                 let completes = graph.and_then(|graph| graph.completes(model.reducer.identity()));
                 completes.filter(|_| model.has_replicas()).unwrap_or(usize::MAX)
             };
             order.sort_by_key(end);
             let of_root = Tensor::new(order, group.device())?;
             label::DDP_ORDER.during(|| group.broadcast(&of_root, root))?;
-            let order =
-                permutation(&of_root.to_vec1::<u32>()?, synchronised.len()).ok_or_else(|| Error::RankFailed {
-                    rank: root,
-                    reason:
-                        "it did not send an order of models: all ranks of a group must make the same calls in the same \
-                         order"
-                            .to_string(),
-                })?;
+            let order = permutation(&of_root.to_vec1::<u32>()?, sending.len()).ok_or_else(|| Error::RankFailed {
+                rank: root,
+                reason: "it did not send an order of models: all ranks of a group must make the same calls in the same order"
+                    .to_string(),
+            })?;
             orders.push((numbers, order));
             let (_, order) = &orders[orders.len() - 1];
             order
         }
     };
-    // Models under `no_sync` send nothing.
-    Ok(agreed.iter().map(|place| synchronised[*place]).chain(others).collect())
+    Ok(agreed.iter().map(|place| sending[*place]).chain(others).collect())
 }

@@ -21,7 +21,7 @@ impl Reducer {
             let sums = state.reduction.tree().map_or(0, |tree| tree.elements(bucket, self.groups.main()));
             let sums = sums * dtype.size_in_bytes();
             match &state.reduction {
-                Reduction::Shard(shard) if shard.tree().is_none() => {
+                _ if state.reduction.adds_up_parts() => {
                     all.push((device, parts / self.groups.within().world_size() * dtype.size_in_bytes(), 0));
                     in_turn.push((own.max(to_gather), device));
                 }

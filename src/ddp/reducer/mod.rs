@@ -167,7 +167,8 @@ impl Reducer {
             if let Some(leaf) = part.leaf {
                 state.buckets.iter_mut().try_for_each(|bucket| bucket.make_room(leaf))?;
             }
-            state.reduction.begin(part.adds_up)
+            part.findings.own = state.accumulated_finding.take();
+            state.reduction.begin(part.adds_up, part.synchronises, part.active.divisor())
         })
     }
 
@@ -262,15 +263,17 @@ impl Reducer {
             return Err(Error::parameter(&parameter.name, reason));
         }
         state.make_place(bucket, self.trace())?;
+        let in_parts = state.reduction.adds_up_parts();
+        let sends = part.synchronises || in_parts;
         let write = match part.leaf {
             Some(leaf) => state.buckets[bucket].write(leaf),
             None => {
-                let factor = if part.synchronises { state.reduction.scale(part.active.divisor()) } else { 1.0 };
-                Write { depth: 0, factor, accumulate: state.accumulated[index] }
+                let factor = if sends { state.reduction.scale(part.active.divisor()) } else { 1.0 };
+                Write { depth: 0, factor, accumulate: state.accumulated[index] && !in_parts }
             }
         };
         state.buckets[bucket].put(slot, gradient, write)?;
-        if !part.synchronises {
+        if !sends {
             state.accumulated[index] = true;
             return Ok(());
         }
@@ -302,7 +305,7 @@ impl Reducer {
         let message = self.message(part, state);
         let (reduction, bucket) = (&mut state.reduction, &mut state.buckets[number]);
         let group = self.groups.of(bucket.tensor.device());
-        bucket.label.during(|| reduction.launch(number, bucket, used, message, group))?;
+        reduction.label(number, bucket).during(|| reduction.launch(number, bucket, used, message, group))?;
         part.next += 1;
         Ok(())
     }
@@ -311,7 +314,7 @@ impl Reducer {
     /// this one's, then lets the next model send its own.
     pub(crate) fn launch_remaining(&self) -> Result<()> {
         self.advance(|part, state| {
-            if !part.synchronises {
+            if !part.synchronises && !state.reduction.adds_up_parts() {
                 return Ok(());
             }
             part.used = vec![true; state.parameters.len()];
@@ -338,6 +341,9 @@ impl Reducer {
             {
                 state.accumulated_count = state.own_count(part.count);
                 return state.keep(leaf);
+            }
+            if !part.synchronises && state.reduction.adds_up_parts() {
+                return state.keep_parts(part, self.trace());
             }
             if !part.synchronises {
                 state.buckets.iter_mut().try_for_each(Bucket::flush)?;
@@ -439,6 +445,7 @@ impl Reducer {
     /// Completes the next bucket, for which some gradients are missing, and sends it.
     fn complete(&self, part: &mut Part, state: &mut State) -> Result<()> {
         let scale = state.reduction.scale(part.active.divisor());
+        let in_parts = state.reduction.adds_up_parts();
         state.make_place(part.next, self.trace())?;
         let bucket = &mut state.buckets[part.next];
         bucket.flush()?;
@@ -447,7 +454,7 @@ impl Reducer {
                 continue;
             }
             let gradient = &bucket.sum.gradients[slot];
-            match (part.leaf, state.accumulated[index]) {
+            match (part.leaf, state.accumulated[index] && !in_parts) {
                 (Some(leaf), _) => bucket.put_zeros(slot, leaf)?,
                 // Not used in this pass, but accumulated under `no_sync`, where gradients are not divided.
                 (None, true) => copy::scale(gradient, scale)?,

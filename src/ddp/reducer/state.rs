@@ -4,7 +4,7 @@ use crate::ddp::buckets::groups::Groups;
 use crate::ddp::buckets::plan::{self, BucketCaps, ParameterInfo};
 use crate::ddp::buckets::usage::Usage;
 use crate::ddp::reduction::Reduction;
-use crate::ddp::watch::non_finite::{Findings, OnNonFinite};
+use crate::ddp::watch::non_finite::{Finding, Findings, OnNonFinite};
 use crate::tensor::finite::{any_non_finite, non_finite};
 use crate::trace::Trace;
 use crate::{Error, Result};
@@ -24,10 +24,13 @@ pub(super) struct State {
     pub(super) trained: bool,
     /// How buckets are reduced.
     pub(super) reduction: Reduction,
-    /// Whether a parameter's slice holds a gradient from a backward pass under `no_sync`, not yet divided.
+    /// Whether this rank has a gradient of the parameter from passes under `no_sync`: in its slice, not yet divided, or under sharding in
+    /// the shards.
     pub(super) accumulated: Vec<bool>,
     /// The sum of the counts of those passes, if they were weighted.
     pub(super) accumulated_count: Option<f64>,
+    /// The first gradient of those passes that was not finite, as far as this rank has looked before it was sent.
+    pub(super) accumulated_finding: Option<Finding>,
     /// Under virtual ranks, how many micro-batches of the step this rank has computed. What they used has accumulated.
     pub(super) computed: usize,
     pub(super) rebuild: Rebuild,
@@ -105,7 +108,7 @@ impl State {
 
     /// Frees the memory of buckets whose shards have their own.
     pub(super) fn free_buckets(&mut self) {
-        if matches!(&self.reduction, Reduction::Shard(shard) if shard.tree().is_none()) {
+        if self.reduction.adds_up_parts() {
             // If one could not be freed, it would be used again.
             self.buckets.iter_mut().for_each(|bucket| drop(bucket.vacate()));
         }
@@ -190,6 +193,7 @@ impl State {
     pub(super) fn clear_accumulated(&mut self) {
         self.accumulated.fill(false);
         self.accumulated_count = None;
+        self.accumulated_finding = None;
         self.computed = 0;
     }
 

@@ -1,11 +1,12 @@
 //! The methods of a reducer for communication hooks and for the optimizers of sharded models.
-use super::Reducer;
-use super::state::Rebuild;
+use super::state::{Rebuild, State};
+use super::{Gradient, Part, Reducer};
 use crate::ddp::comm_hook::{CommHook, CommHookTraffic};
 use crate::ddp::reduction::Reduction;
 use crate::ddp::reduction::hook::{HookReduction, RunningHook};
 use crate::ddp::reduction::shard::{BucketMemory, PendingGradients, Shard, ShardReduction};
 use crate::goes_with::Feature;
+use crate::trace::Trace;
 use crate::{Error, Result};
 use std::sync::Arc;
 
@@ -74,6 +75,11 @@ impl Reducer {
         matches!(&self.lock().reduction, Reduction::Shard(shard) if !shard.has_optimizer())
     }
 
+    /// Whether the model sends gradients in passes under `no_sync` too.
+    pub(crate) fn adds_up_parts(&self) -> bool {
+        self.lock().reduction.adds_up_parts()
+    }
+
     /// Whether each rank gets its part of the gradients.
     pub(crate) fn is_sharded(&self) -> bool {
         matches!(self.lock().reduction, Reduction::Shard(_))
@@ -102,5 +108,18 @@ impl Reducer {
             Reduction::Shard(reduction) => work(reduction),
             _ => Err(Error::invalid("sharding", "every rank has all gradients of the model")),
         }
+    }
+}
+
+impl State {
+    /// Ends a pass under `no_sync` whose sums are in the shards, so that there are no results.
+    pub(super) fn keep_parts(&mut self, part: &mut Part, trace: Option<&Trace>) -> Result<Vec<Gradient>> {
+        if let Reduction::Shard(shard) = &mut self.reduction {
+            shard.keep(&mut self.buckets, part.active.divisor(), trace)?;
+        }
+        self.accumulated.clone_from(&part.used);
+        self.accumulated_count = self.own_count(part.count);
+        self.accumulated_finding = part.findings.own.take();
+        Ok(self.parameters.iter().map(|_| Gradient::Absent).collect())
     }
 }

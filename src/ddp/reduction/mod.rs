@@ -9,6 +9,7 @@ use super::buckets::groups::Groups;
 use super::buckets::plan::ParameterInfo;
 use super::buckets::usage::Usage;
 use super::model::sharding::Sharding;
+use crate::backend::Label;
 use crate::process_group::ProcessGroup;
 use crate::trace::Trace;
 use crate::virtual_ranks::VirtualRanks;
@@ -79,11 +80,24 @@ impl Reduction {
         }
     }
 
-    /// Begins a backward pass. `adds_up`: its gradients are added to those that the shards hold.
-    pub(super) fn begin(&mut self, adds_up: bool) -> Result<()> {
+    /// Whether every pass sends its buckets, also under `no_sync`, where each rank adds up its parts of them.
+    pub(super) fn adds_up_parts(&self) -> bool {
+        matches!(self, Self::Shard(shard) if shard.tree().is_none())
+    }
+
+    /// Begins a backward pass, which ends a step if it `is_last`. `adds_up`: its gradients are added to those that the shards hold.
+    pub(super) fn begin(&mut self, adds_up: bool, is_last: bool, divisor: usize) -> Result<()> {
         match self {
             Self::AllReduce | Self::Hook(_) | Self::Tree(_) => Ok(()),
-            Self::Shard(shard) => shard.begin(adds_up),
+            Self::Shard(shard) => shard.begin(adds_up, is_last, divisor),
+        }
+    }
+
+    /// The purpose of the collectives that reduce the bucket `number`.
+    pub(super) fn label(&self, number: usize, bucket: &Bucket) -> Label {
+        match self {
+            Self::Shard(shard) => shard.label(number, bucket),
+            Self::AllReduce | Self::Hook(_) | Self::Tree(_) => bucket.label,
         }
     }
 

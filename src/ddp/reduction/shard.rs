@@ -1,6 +1,6 @@
 //! Reduction under ZeRO: each rank gets only the mean of its own part of each bucket, whose memory is then free for another one.
 use super::tree::TreeReduction;
-use crate::backend::Work;
+use crate::backend::{Label, Work};
 use crate::ddp::buckets::bucket::{Bucket, Message};
 use crate::ddp::buckets::groups::Groups;
 use crate::ddp::buckets::plan::ParameterInfo;
@@ -103,6 +103,12 @@ pub(crate) struct ShardReduction {
     in_flight: VecDeque<(usize, Work)>,
     /// The sums of parts over the ranks `across`.
     adding_up: Vec<(usize, Work)>,
+    /// Whether the pass ends a step. Otherwise its sums wait for those of the next pass.
+    is_last: bool,
+    /// The divisor of the sums of earlier passes under `no_sync`, if the shards hold some.
+    accumulated: Option<usize>,
+    /// For messages, the purposes of the reduce-scatters under `no_sync`.
+    labels: Vec<Label>,
     /// Whether waiting for a bucket has never been in vain.
     is_patient: bool,
     pending: Option<PendingGradients>,
@@ -120,6 +126,9 @@ impl ShardReduction {
             tree,
             in_flight: VecDeque::new(),
             adding_up: Vec::new(),
+            is_last: true,
+            accumulated: None,
+            labels: Vec::new(),
             is_patient: true,
             pending: None,
             earlier: None,
@@ -138,7 +147,16 @@ impl ShardReduction {
     pub(in crate::ddp) fn set_buckets(&mut self, buckets: &[Bucket]) -> Result<()> {
         let shard = |bucket| Shard::new(bucket, &self.within, self.tree.is_some());
         self.shards = buckets.iter().map(shard).collect::<Result<_>>()?;
+        if self.tree.is_none() {
+            let text = |bucket: &Bucket| bucket.label.text().unwrap_or_default();
+            self.labels = buckets.iter().map(|bucket| Label::register(text(bucket) + " under no_sync")).collect();
+        }
         Ok(())
+    }
+
+    /// The purpose of the collectives that reduce the bucket `number`.
+    pub(in crate::ddp) fn label(&self, number: usize, bucket: &Bucket) -> Label {
+        self.labels.get(number).filter(|_| !self.is_last).copied().unwrap_or(bucket.label)
     }
 
     pub(crate) fn shards(&self) -> (Vec<Shard>, Arc<BucketMemory>) {
@@ -150,7 +168,14 @@ impl ShardReduction {
         Arc::strong_count(&self.memory) > 1
     }
 
-    pub(crate) fn begin(&mut self, adds_up: bool) -> Result<()> {
+    /// Begins a pass, which ends a step if it `is_last`.
+    pub(crate) fn begin(&mut self, adds_up: bool, is_last: bool, divisor: usize) -> Result<()> {
+        self.is_last = is_last;
+        if let Some(earlier) = self.accumulated.filter(|earlier| *earlier != divisor) {
+            // In a join, whose inputs have ended on some ranks.
+            let factor = earlier as f64 / divisor as f64;
+            self.shards.iter().try_for_each(|shard| copy::scale(&shard.own, factor))?;
+        }
         let pending = self.pending.take();
         if !adds_up {
             self.earlier = None;
@@ -176,6 +201,7 @@ impl ShardReduction {
     pub(crate) fn discard(&mut self) {
         self.in_flight.clear();
         self.adding_up.clear();
+        self.accumulated = None;
         self.tree.iter_mut().for_each(TreeReduction::discard);
         self.pending = self.earlier.take().and_then(|(earlier, parts)| {
             let mut parts = self.shards.iter().zip(&parts);
@@ -187,7 +213,13 @@ impl ShardReduction {
         if let Some(tree) = &mut self.tree {
             return tree.launch(number, bucket, group);
         }
-        let work = self.within.reduce_scatter_async(&self.shards[number].own, &bucket.sum.parts, ReduceOp::Sum)?;
+        let (own, parts) = (&self.shards[number].own, &bucket.sum.parts);
+        if self.accumulated.is_some() {
+            // The sum over the ranks is then that over the passes, too.
+            let here = parts.narrow(0, self.within.rank() * own.elem_count(), own.elem_count())?;
+            copy::assign(&[Assignment { destination: &here, source: own, factor: 1., accumulate: true }])?;
+        }
+        let work = self.within.reduce_scatter_async(own, parts, ReduceOp::Sum)?;
         self.in_flight.push_back((number, work));
         Ok(())
     }
@@ -236,12 +268,27 @@ impl ShardReduction {
         if let Some(storage) = buckets[number].vacate()? {
             self.memory.give_back(storage);
         }
-        if let Some(across) = &self.across {
+        if let Some(across) = self.across.as_ref().filter(|_| self.is_last) {
             // All ranks receive the buckets in the same order.
             let own = &self.shards[number].own;
             let work = buckets[number].label.during(|| across.all_reduce_async(own, ReduceOp::Sum))?;
             self.adding_up.push((number, work));
         }
+        Ok(())
+    }
+
+    /// Waits for all buckets that were sent.
+    fn receive_all(&mut self, buckets: &mut [Bucket], trace: Option<&Trace>) -> Result<()> {
+        while !self.in_flight.is_empty() {
+            self.receive(buckets, trace)?;
+        }
+        Ok(())
+    }
+
+    /// Ends a pass under `no_sync`: the shards hold its sums with those of earlier ones, divided by `divisor`.
+    pub(crate) fn keep(&mut self, buckets: &mut [Bucket], divisor: usize, trace: Option<&Trace>) -> Result<()> {
+        self.receive_all(buckets, trace)?;
+        self.accumulated = Some(divisor);
         Ok(())
     }
 
@@ -258,21 +305,22 @@ impl ShardReduction {
         if let Some(tree) = &mut self.tree {
             tree.add_up(buckets, groups, trace, |_, _| Ok(()))?;
         }
-        while !self.in_flight.is_empty() {
-            self.receive(buckets, trace)?;
-        }
+        self.receive_all(buckets, trace)?;
+        self.accumulated = None;
         for (number, work) in self.adding_up.drain(..) {
             work.wait()?;
             if let Some(trace) = trace {
                 trace::collective(trace, &work, format_args!("all-reduce of the part of bucket {number}"));
             }
         }
-        if let Some((earlier, parts)) = &self.earlier {
+        if let Some((earlier, parts)) = &mut self.earlier {
+            let scale = std::mem::replace(&mut earlier.scale, 1.);
+            parts.iter().try_for_each(|part| copy::scale(part, scale))?;
             let add = |(shard, part)| {
                 let Shard { own: destination, .. }: &Shard = shard;
-                Assignment { destination, source: part, factor: earlier.scale, accumulate: true }
+                Assignment { destination, source: part, factor: 1., accumulate: true }
             };
-            copy::assign(&self.shards.iter().zip(parts).map(add).collect::<Vec<_>>())?;
+            copy::assign(&self.shards.iter().zip(parts.iter()).map(add).collect::<Vec<_>>())?;
         }
         let usage = match (early, message.is_non_finite) {
             (Some(usage), _) => usage,

@@ -78,8 +78,8 @@ use std::sync::Arc;
 ///
 /// [`backward`](crate::DistributedDataParallel::backward) reduce-scatters each bucket during the backward pass: each rank gets the mean
 /// gradients of its part, and the `GradStore` that `backward` returns does **not** hold those of the averaged parameters. The memory of a
-/// bucket is then free for the next one, so that two buckets have some at a time. Under
-/// [`no_sync`](crate::DistributedDataParallel::no_sync) whole gradients accumulate, until the next synchronised pass.
+/// bucket is then free for the next one, so that two buckets have some at a time. Passes under
+/// [`no_sync`](crate::DistributedDataParallel::no_sync) do the same, and add up the parts.
 /// [`step`](Optimizer::step) updates this rank's part and all-gathers the parameters, one bucket while the next one is updated. (Before
 /// that, owners get the whole gradients of their parameters, of sharded blocks also the values, and send away parts of the new values.)
 /// When it returns, all variables are up to date on all ranks. (Gathering does not continue into the next forward pass: candle cannot
@@ -303,7 +303,7 @@ impl<R: UpdateRule> Optimizer for FusedOptimizer<R> {
     ///
     /// # Errors
     /// Under sharding, [`Error::InvalidArgument`] without a new backward pass; [`Error::Parameter`] if `grads` holds gradients
-    /// of the averaged parameters, as after a backward pass under `no_sync`. A rank's error ends the group on all ranks.
+    /// of the averaged parameters or comes from a backward pass under `no_sync`. A rank's error ends the group on all ranks.
     fn step(&mut self, grads: &GradStore) -> Result<()> {
         self.check_whole()?;
         let Some(sharded) = &self.sharded else { return self.apply(grads, None) };
