@@ -54,7 +54,9 @@ fn main() -> ExitCode {
     let accumulation = || {
         println!("\n| MiB | one pass per step | four |\n|---|---|---|");
         let blocks = Sharding::Blocks { reshard_after_forward: true, ranks: None };
-        [Sharding::Optimizer, blocks].into_iter().try_for_each(|sharding| gradients::accumulation(4, size, sharding))
+        [Sharding::Optimizer { ranks: None }, blocks]
+            .into_iter()
+            .try_for_each(|sharding| gradients::accumulation(4, size, sharding))
     };
     if std::env::args().any(|argument| argument == "--accumulation") {
         return exit(accumulation());
@@ -150,7 +152,7 @@ fn zero(world_size: usize, model: &Model) -> Result<()> {
     let train = |zero: bool| -> Result<(usize, usize)> {
         let before = ALLOCATOR.current_usage();
         let ranks = spawn(world_size, |pg| {
-            let sharding = if zero { Sharding::Optimizer } else { Sharding::Off };
+            let sharding = if zero { Sharding::Optimizer { ranks: None } } else { Sharding::Off };
             let ddp = DistributedDataParallel::with_options(
                 &pg,
                 &VarMap::new(),

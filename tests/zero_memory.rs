@@ -162,19 +162,19 @@ fn gradients_take_their_part_and_two_buckets_as_estimated() {
         let (plain, bytes) = check(run);
         // Activations, and what the engine keeps, in addition to variables and replicas, two states, and gradients.
         let others = plain - bytes * (2. + 2. + 1.);
-        let (peak, _) = check(Run { zero: true, sharding: Sharding::Optimizer, ..run });
+        let (peak, _) = check(Run { zero: true, sharding: Sharding::Optimizer { ranks: None }, ..run });
         let (buckets, slack) = (2. * (CAP + LARGEST) as f64, LARGEST as f64);
         let expected = bytes * (2. + 2. * part + part) + buckets + others + slack;
         assert!(peak <= expected, "{world_size} ranks: {peak} bytes, not {expected}");
         // However many passes accumulate.
-        let (of_four, _) = check(Run { zero: true, sharding: Sharding::Optimizer, passes: 4, ..run });
+        let (of_four, _) = check(Run { zero: true, sharding: Sharding::Optimizer { ranks: None }, passes: 4, ..run });
         assert!(of_four <= peak + buckets, "{world_size} ranks: {of_four} bytes of four passes, {peak} of one");
         // The test can tell it from whole gradients.
         assert!(expected < bytes * (2. + 2. * part + 1.) + others);
     }
     for zero in [false, true] {
         for (param_dtype, virtual_ranks) in [(bf16, None), (f32, Some(8))] {
-            let sharding = if zero { Sharding::Optimizer } else { Sharding::Off };
+            let sharding = if zero { Sharding::Optimizer { ranks: None } } else { Sharding::Off };
             check(Run { zero, param_dtype, virtual_ranks, sharding, ..whole });
         }
     }

@@ -78,7 +78,7 @@ fn train(world_size: usize, size: Size, sharding: Sharding, passes: usize) -> Re
 /// Prints a row: a rank's peak with AdamW and with ZeRO-2, and ZeRO-2's gradients next to their part and two buckets.
 pub(crate) fn row(world_size: usize, size: Size) -> Result<()> {
     let Found { peak: plain, parameters, largest } = train(world_size, size, Sharding::Off, 1)?;
-    let spread = train(world_size, size, Sharding::Optimizer, 1)?.peak;
+    let spread = train(world_size, size, Sharding::Optimizer { ranks: None }, 1)?.peak;
     // With AdamW: variables and the copies with which the model computes, two states, and gradients. ZeRO-2 shards the states.
     let others = plain.saturating_sub(5 * parameters);
     let gradients = spread.saturating_sub(others + 2 * parameters + 2 * parameters / world_size);

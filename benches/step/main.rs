@@ -143,7 +143,7 @@ fn measure(pg: &ProcessGroup, options: &Options) -> Result<()> {
             Mode::Shard => Sharding::Blocks { reshard_after_forward: true, ranks: None },
             Mode::ShardKept => Sharding::Blocks { reshard_after_forward: false, ranks: None },
             Mode::Hybrid => Sharding::Blocks { reshard_after_forward: true, ranks: Some(pg.world_size() / 2) },
-            Mode::Zero => Sharding::Optimizer,
+            Mode::Zero => Sharding::Optimizer { ranks: None },
             _ => Sharding::Off,
         };
         let precision = mode.precision(options.amp, options.dtype)?;

@@ -107,7 +107,7 @@ fn train(pg: &ProcessGroup, options: &Options) -> Result<()> {
     let varmap = VarMap::new();
     let sharding = match (options.shard, options.zero) {
         (true, _) => Sharding::Blocks { reshard_after_forward: true, ranks: None },
-        (false, true) => Sharding::Optimizer,
+        (false, true) => Sharding::Optimizer { ranks: None },
         (false, false) => Sharding::Off,
     };
     let ddp_options = DdpOptions { sharding, ..options.training.ddp_options() };

@@ -75,7 +75,7 @@ pub(crate) fn train(pg: &ProcessGroup, options: &Options) -> Result<()> {
     let (rank, world_size) = (pg.rank(), pg.world_size());
     let (train, test) = digits(pg.device())?;
     let varmap = VarMap::new();
-    let sharding = if options.zero { Sharding::Optimizer } else { Sharding::Off };
+    let sharding = if options.zero { Sharding::Optimizer { ranks: None } } else { Sharding::Off };
     let ddp_options = DdpOptions { sharding, ..options.training.ddp_options() };
     let ddp = DistributedDataParallel::with_options(pg, &varmap, |vb| Net::new(vb), ddp_options)?;
     options.comm_hook.register(&ddp)?;

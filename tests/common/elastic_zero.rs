@@ -95,7 +95,7 @@ fn steps<M: Module>(
         assert_eq!(state.restore("optimizer", &mut optimizer)?, state.commits() > 0);
         // Without sharding there are none.
         let has_weights = state.restore("weights", weights)?;
-        assert_eq!(has_weights, state.commits() > 0 && ddp.sharding() != Sharding::Optimizer);
+        assert_eq!(has_weights, state.commits() > 0 && ddp.sharding() != Sharding::Optimizer { ranks: None });
     }
     append(&format!("entered-{own}"), &std::process::id().to_string());
     let pause = Duration::from_millis(number(PAUSE, 0));

@@ -50,7 +50,7 @@ pub(crate) fn of_micro_batch(number: usize) -> Backward<'static> {
 
 /// How a model is sharded that is trained by a ZeroRedundancyOptimizer, or not.
 pub(crate) fn sharding(zero: bool) -> Sharding {
-    if zero { Sharding::Optimizer } else { Sharding::Off }
+    if zero { Sharding::Optimizer { ranks: None } } else { Sharding::Off }
 }
 
 /// A bucket for each parameter.
@@ -66,7 +66,7 @@ pub(crate) fn sharded() -> DdpOptions {
 
 /// The options of a model that is trained by a ZeroRedundancyOptimizer.
 pub(crate) fn of_zero() -> DdpOptions {
-    DdpOptions { sharding: Sharding::Optimizer, ..Default::default() }
+    DdpOptions { sharding: Sharding::Optimizer { ranks: None }, ..Default::default() }
 }
 
 /// Returns the model that `build` makes, and its variables: [`fill`] has set them.

@@ -191,11 +191,12 @@ pub(crate) fn shards(pg: &ProcessGroup) -> Result<()> {
             ..Default::default()
         };
         let maps = [VarMap::new(), VarMap::new()];
-        let [whole, sharded] = [(0, Sharding::Off), (1, Sharding::Optimizer)].map(|(number, sharding)| {
-            let ddp = DistributedDataParallel::with_options(pg, &maps[number], net, small(sharding));
-            super::common::fill(&maps[number], 3);
-            ddp
-        });
+        let [whole, sharded] =
+            [(0, Sharding::Off), (1, Sharding::Optimizer { ranks: None })].map(|(number, sharding)| {
+                let ddp = DistributedDataParallel::with_options(pg, &maps[number], net, small(sharding));
+                super::common::fill(&maps[number], 3);
+                ddp
+            });
         let (whole, sharded) = (whole?, sharded?);
         let mut reference = FusedOptimizer::new(whole.named_parameters(), options.clone())?;
         let mut optimizer = ZeroRedundancyOptimizer::new(&sharded, options)?;

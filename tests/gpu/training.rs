@@ -68,7 +68,7 @@ pub(crate) fn train_split(pg: &ProcessGroup, hook: bool) -> Result<Vec<f32>> {
         on_cpu.get_with_hints(3, "running_mean", candle_nn::Init::Const(0.))?;
         Ok::<_, candle_core::Error>(Split(linear(4, 8, on_cpu)?, linear(8, 2, vb.pp("b"))?, pg.device().clone()))
     };
-    let sharded = DdpOptions { sharding: Sharding::Optimizer, ..options.clone() };
+    let sharded = DdpOptions { sharding: Sharding::Optimizer { ranks: None }, ..options.clone() };
     let refused =
         DistributedDataParallel::with_options(pg, &VarMap::new(), build, sharded).err().map(|error| error.to_string());
     assert!(refused.as_ref().is_some_and(|text| text.contains("needs all variables on one device")), "{refused:?}");

@@ -16,7 +16,7 @@ pub(crate) const VIRTUAL: usize = 4;
 pub(crate) fn train(pg: &ProcessGroup, is_sharded: bool) -> Result<Vec<f32>> {
     let options = DdpOptions {
         init_seed: Some(7),
-        sharding: if is_sharded { Sharding::Optimizer } else { Sharding::Off },
+        sharding: if is_sharded { Sharding::Optimizer { ranks: None } } else { Sharding::Off },
         buckets: Buckets { bucket_cap_mb: 0.0005, first_bucket_mb: 0.0002, ..Default::default() },
         ..Default::default()
     };

@@ -131,7 +131,7 @@ fn shared_parameters_stay_the_same_on_all_ranks() {
 #[test]
 fn gradients_that_an_optimizer_keeps_are_not_clipped_by_others() {
     ranks(2, |pg| {
-        let ddp = model_with(&pg, Sharding::Optimizer)?;
+        let ddp = model_with(&pg, Sharding::Optimizer { ranks: None })?;
         let mut optimizer = ZeroRedundancyOptimizer::new(&ddp, ParamsSgd { lr: 1., ..Default::default() })?;
         let mut grads = backward(&ddp, 1)?;
         let refused = |result: Result<()>| match result {

@@ -21,7 +21,7 @@ fn train(
     validate: impl Fn(&DistributedDataParallel<Linear>) -> Result<f64>,
 ) -> Result<Trained> {
     let varmap = VarMap::new();
-    let sharding = if zero { Sharding::Optimizer } else { Sharding::Off };
+    let sharding = if zero { Sharding::Optimizer { ranks: None } } else { Sharding::Off };
     let options = DdpOptions { init_seed: Some(42), sharding, ..Default::default() };
     let ddp = DistributedDataParallel::with_options(pg, &varmap, |vb| linear(6, 1, vb.pp("fc")), options)?;
     let params = ParamsAdamW { lr: 0.01, weight_decay: 0.0, ..Default::default() };

@@ -161,7 +161,7 @@ fn moments_stay_when_parameters_are_thawed() {
         // The one that belongs to DDP loads the state of the one before.
         for takes_over in [true, false] {
             let varmap = filled();
-            let ddp = wrap(&pg, &varmap, DdpOptions { sharding: Sharding::Optimizer, ..frozen() })?;
+            let ddp = wrap(&pg, &varmap, DdpOptions { sharding: Sharding::Optimizer { ranks: None }, ..frozen() })?;
             let mut optimizer = ZeroRedundancyOptimizer::new(&ddp, PARAMS)?;
             steps(&pg, &ddp, &mut optimizer)?;
             let remembered = optimizer.state_dict()?;

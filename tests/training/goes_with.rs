@@ -31,8 +31,9 @@ const STEPS: usize = 4;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Feature {
     ShardedOptimizer,
+    HybridOptimizer,
     ShardedBlocks,
-    Hybrid,
+    HybridBlocks,
     VirtualRanks,
     CommHook,
     Join,
@@ -58,10 +59,11 @@ enum Feature {
 }
 use Feature::*;
 
-const ALL: [Feature; 25] = [
+const ALL: [Feature; 26] = [
     ShardedOptimizer,
+    HybridOptimizer,
     ShardedBlocks,
-    Hybrid,
+    HybridBlocks,
     VirtualRanks,
     CommHook,
     Join,
@@ -90,8 +92,8 @@ impl Feature {
     /// The page's word for those that cannot be combined with all others.
     fn word(self) -> Option<&'static str> {
         Some(match self {
-            ShardedOptimizer => "Sharding::Optimizer",
-            ShardedBlocks | Hybrid => "Sharding::Blocks",
+            ShardedOptimizer | HybridOptimizer => "Sharding::Optimizer",
+            ShardedBlocks | HybridBlocks => "Sharding::Blocks",
             VirtualRanks => "InitOptions.virtual_ranks",
             CommHook => "register_comm_hook",
             Join => "join",
@@ -114,7 +116,7 @@ impl Feature {
     /// Whether it says the same thing as the other, so that a program has only one of them.
     fn excludes(self, other: Self) -> bool {
         let kinds: [&[Self]; 7] = [
-            &[ShardedOptimizer, ShardedBlocks, Hybrid],
+            &[ShardedOptimizer, HybridOptimizer, ShardedBlocks, HybridBlocks],
             &[Norms, Muon],
             &[Into, BackwardAndStep],
             // Which has no such argument.
@@ -358,13 +360,11 @@ fn base() -> HashMap<String, Tensor> {
 
 fn options(pg: &ProcessGroup, with: &[Feature]) -> DdpOptions {
     let has = |feature| with.contains(&feature);
-    let sharding = match pg.world_size() {
-        _ if has(ShardedOptimizer) => Sharding::Optimizer,
-        _ if has(ShardedBlocks) => Sharding::Blocks { reshard_after_forward: true, ranks: None },
-        ranks if has(Hybrid) => {
-            let ranks = ranks.is_multiple_of(2).then_some(ranks / 2);
-            Sharding::Blocks { reshard_after_forward: true, ranks }
-        }
+    let is_hybrid = (has(HybridOptimizer) || has(HybridBlocks)) && pg.world_size().is_multiple_of(2);
+    let ranks = is_hybrid.then_some(pg.world_size() / 2);
+    let sharding = match () {
+        _ if has(ShardedOptimizer) || has(HybridOptimizer) => Sharding::Optimizer { ranks },
+        _ if has(ShardedBlocks) || has(HybridBlocks) => Sharding::Blocks { reshard_after_forward: true, ranks },
         _ => Sharding::Off,
     };
     let is_frozen = has(Frozen);
@@ -436,7 +436,7 @@ fn train<R: UpdateRule>(
     let scaler = candle_ddp::amp::GradScaler::new(pg, all, scaling)?;
     let mut ema = Ema::new(&ddp, 0.7)?;
     // A sharded model has no other model to be averaged with.
-    let alone = has(Averager) && (has(ShardedBlocks) || has(Hybrid));
+    let alone = has(Averager) && (has(ShardedBlocks) || has(HybridBlocks));
     let of = |rank: usize| if alone { pg.new_group(&[rank]) } else { Ok(None) };
     let own: Vec<_> = (0..pg.world_size()).map(of).collect::<Result<_>>()?;
     let own = own.into_iter().flatten().next();
@@ -565,7 +565,10 @@ fn every_pair_of_features_trains_like_one_process_or_is_the_error_of_the_page() 
                     .remove(0)
                     .unwrap_or_else(|error| panic!("{of_one:?}: {error}"))
             });
-            let (first, second) = [(2, 3), (4, 1), (3, 4), (1, 2)][(yes + no) % 4];
+            // Of four ranks, two have a hybrid model together.
+            let is_hybrid = with.contains(&HybridOptimizer) || with.contains(&HybridBlocks);
+            let numbers = if is_hybrid { [(4, 3), (4, 1), (3, 4), (1, 4)] } else { [(2, 3), (4, 1), (3, 4), (1, 2)] };
+            let (first, second) = numbers[(yes + no) % 4];
             for (number, steps) in [(first, 0..2), (second, 2..STEPS)] {
                 let is_last = steps.end == STEPS;
                 let found: std::result::Result<Vec<_>, _> =

@@ -71,7 +71,7 @@ fn golden() -> PathBuf {
 fn made(pg: &ProcessGroup, varmap: &VarMap, kind: Kind) -> candle_ddp::Result<Ddp> {
     let sharding = match kind {
         Kind::Plain => Sharding::Off,
-        Kind::Zero => Sharding::Optimizer,
+        Kind::Zero => Sharding::Optimizer { ranks: None },
         Kind::Blocks => Sharding::Blocks { reshard_after_forward: true, ranks: None },
         Kind::Hybrid => Sharding::Blocks { reshard_after_forward: true, ranks: Some(2) },
     };

@@ -7,7 +7,7 @@ use candle_ddp::nn::sync_batch_norm;
 use candle_ddp::optim::{AdamW, Optimizer, ParamsAdamW, ParamsSgd, Sgd, ZeroRedundancyOptimizer};
 use candle_ddp::{
     Backward, DdpOptions, DistributedDataParallel, Error, Failure, JoinOptions, Precision, ProcessGroup, ReduceOp,
-    Result, backward_with, join,
+    Result, Sharding, backward_with, join,
 };
 use candle_nn::{BatchNormConfig, Linear, ModuleT, VarBuilder, VarMap, linear};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -58,13 +58,13 @@ fn set_weights(varmap: &VarMap) {
 }
 
 fn wrap(pg: &ProcessGroup) -> Result<(VarMap, Ddp)> {
-    wrap_with(pg, false)
+    wrap_with(pg, Sharding::Off)
 }
 
-fn wrap_with(pg: &ProcessGroup, zero: bool) -> Result<(VarMap, Ddp)> {
+fn wrap_with(pg: &ProcessGroup, sharding: Sharding) -> Result<(VarMap, Ddp)> {
     let varmap = VarMap::new();
     // A bucket for each parameter.
-    let options = DdpOptions { sharding: sharding(zero), ..tiny() };
+    let options = DdpOptions { sharding, ..tiny() };
     let ddp = DistributedDataParallel::with_options(
         pg,
         &varmap,
@@ -224,12 +224,12 @@ fn optimizers_with_states_are_brought_up_to_date() {
 
 #[test]
 fn zero_steps_on_ranks_without_inputs() {
-    for batches in [&[1, 3][..], &[2, 0, 4]] {
+    for (batches, with_state) in [(&[1, 3][..], None), (&[2, 0, 4], None), (&[2, 0, 4, 1], Some(2))] {
         let params = ParamsAdamW { lr: 0.05, ..Default::default() };
-        let train = |zero: bool| {
+        let train = |sharding: Sharding| {
             let params = params.clone();
             ranks(batches.len(), move |pg| {
-                let (varmap, ddp) = wrap_with(&pg, zero)?;
+                let (varmap, ddp) = wrap_with(&pg, sharding)?;
                 let mine = batches[pg.rank()];
                 let lr = |step: usize| 0.05 / (step + 1) as f64;
                 let step_of = |optimizer: &mut dyn Optimizer, step: usize| {
@@ -238,7 +238,7 @@ fn zero_steps_on_ranks_without_inputs() {
                     optimizer.clip_grad_norm(&mut grads, 0.1)?;
                     optimizer.step(&grads)
                 };
-                if zero {
+                if sharding != Sharding::Off {
                     let mut optimizer = ZeroRedundancyOptimizer::new(&ddp, params.clone())?;
                     optimizer.join(&ddp, JoinOptions::default(), |optimizer| {
                         (0..mine).try_for_each(|step| step_of(optimizer, step))
@@ -250,7 +250,8 @@ fn zero_steps_on_ranks_without_inputs() {
                 Ok(weights(&varmap))
             })
         };
-        assert_all(&train(true), &train(false)[0], &format!("{batches:?}"));
+        let sharded = train(Sharding::Optimizer { ranks: with_state });
+        assert_all(&sharded, &train(Sharding::Off)[0], &format!("{batches:?}"));
     }
 }
 
@@ -259,7 +260,7 @@ fn zero_adds_up_and_scales_on_ranks_without_inputs() {
     let batches = [1, 3];
     let train = |zero: bool| {
         ranks(2, move |pg| {
-            let (varmap, ddp) = wrap_with(&pg, zero)?;
+            let (varmap, ddp) = wrap_with(&pg, sharding(zero))?;
             let params = ParamsAdamW { lr: 0.05, ..Default::default() };
             let mut scaler = GradScaler::new(&pg, &ddp, GradScalerOptions::default())?;
             let mut step_of = |optimizer: &mut dyn Optimizer, step: usize| {
@@ -291,7 +292,7 @@ fn zero_adds_up_and_scales_on_ranks_without_inputs() {
 #[test]
 fn zero_outside_of_its_join_is_an_error() {
     let error = try_ranks(2, |pg| {
-        let (_, ddp) = wrap_with(&pg, true)?;
+        let (_, ddp) = wrap_with(&pg, sharding(true))?;
         let mut optimizer = ZeroRedundancyOptimizer::new(&ddp, ParamsAdamW::default())?;
         ddp.join(JoinOptions::default(), || {
             for step in 0..pg.rank() {

@@ -184,7 +184,7 @@ fn optimizers_that_differ_are_named() {
         zero.set_learning_rate(rate(ddp))?;
         Ok(zero)
     };
-    assert_eq!(found_after(Sharding::Optimizer, zero, |_, _| Ok(())), [OPTIONS]);
+    assert_eq!(found_after(Sharding::Optimizer { ranks: None }, zero, |_, _| Ok(())), [OPTIONS]);
     // Ranks may differ in what is not averaged.
     ranks(2, |pg| {
         let role = Arc::new(|name: &str| if name == "bias" { Role::Ignored } else { Role::Parameter });
@@ -223,7 +223,7 @@ fn no_optimizer_steps_with_sums_of_no_sync() {
         let grads = pass()?;
         of_ddp.step(&grads)?;
         drop(grads);
-        let ddp = model(&pg, DdpOptions { sharding: Sharding::Optimizer, ..options(1) })?;
+        let ddp = model(&pg, DdpOptions { sharding: Sharding::Optimizer { ranks: None }, ..options(1) })?;
         let mut zero = ZeroRedundancyOptimizer::new(&ddp, ParamsSgd::default())?;
         let _guard = ddp.no_sync();
         refused(zero.step(&ddp.backward(&loss(&ddp, 3)?)?));
@@ -315,7 +315,7 @@ fn buffers_are_compared_if_they_are_broadcast() {
 #[test]
 fn sharded_optimizers_and_several_models_keep_replicas_equal() {
     ranks(2, |pg| {
-        let ddp = model(&pg, DdpOptions { sharding: Sharding::Optimizer, ..options(1) })?;
+        let ddp = model(&pg, DdpOptions { sharding: Sharding::Optimizer { ranks: None }, ..options(1) })?;
         let mut zero = ZeroRedundancyOptimizer::new(&ddp, ParamsSgd { lr: 0.1, momentum: 0.9, ..Default::default() })?;
         for seed in 0..4 {
             zero.step(&ddp.backward(&loss(&ddp, seed)?)?)?;

@@ -109,7 +109,7 @@ fn train(pg: &ProcessGroup, options: DdpOptions, by_muon: bool, step: &Step) -> 
 fn as_whole(name: &str, options: &DdpOptions, by_muon: bool, tolerance: f64, step: &Step) {
     for world_size in 1..=4 {
         let halves = (world_size % 2 == 0).then_some(blocks(Some(world_size / 2)));
-        for sharding in [Sharding::Optimizer, blocks(None)].into_iter().chain(halves) {
+        for sharding in [Sharding::Optimizer { ranks: None }, blocks(None)].into_iter().chain(halves) {
             ranks(world_size, |pg| {
                 let whole = train(&pg, options.clone(), by_muon, step)?;
                 let found = train(&pg, DdpOptions { sharding, ..options.clone() }, by_muon, step)?;
@@ -229,7 +229,7 @@ fn a_model_accumulates_next_to_another() {
         found.into_iter().next().unwrap()
     };
     let whole = train(Sharding::Off);
-    for sharding in [Sharding::Optimizer, blocks(None)] {
+    for sharding in [Sharding::Optimizer { ranks: None }, blocks(None)] {
         let found = train(sharding);
         assert!(found.iter().zip(&whole).all(|(a, b)| (a - b).abs() < 1e-12), "{sharding:?}: {found:?}, not {whole:?}");
     }
@@ -263,7 +263,7 @@ fn ranks_without_inputs_take_part_in_passes_under_no_sync() {
     for passes in [&[3, 6][..], &[4, 9, 1], &[9, 2, 3]] {
         for (initial, weighted) in [(true, false), (false, false), (false, true)] {
             let whole = train(Sharding::Off, initial, weighted, passes);
-            for found in train(Sharding::Optimizer, initial, weighted, passes) {
+            for found in train(Sharding::Optimizer { ranks: None }, initial, weighted, passes) {
                 let is_close = found.iter().zip(&whole[0]).all(|(a, b)| (a - b).abs() < 1e-12);
                 assert!(is_close, "{passes:?}, {initial}, {weighted}: {found:?}, not {whole:?}");
             }
@@ -275,7 +275,8 @@ fn ranks_without_inputs_take_part_in_passes_under_no_sync() {
 #[test]
 fn in_a_join_models_accumulate_together() {
     ranks(2, |pg| {
-        let ((a, _of_a), (b, _of_b)) = (made(&pg, options(Sharding::Optimizer))?, made(&pg, options(Sharding::Off))?);
+        let ((a, _of_a), (b, _of_b)) =
+            (made(&pg, options(Sharding::Optimizer { ranks: None }))?, made(&pg, options(Sharding::Off))?);
         let error = candle_ddp::join(&[&a, &b], JoinOptions::default(), || {
             let _guard = a.no_sync();
             let both = (loss(&a, 0, true)? + loss(&b, 0, true)?)?;
@@ -291,7 +292,7 @@ fn in_a_join_models_accumulate_together() {
 #[test]
 fn unequal_numbers_of_passes_are_an_error_on_all_ranks() {
     for world_size in [2, 3] {
-        for sharding in [Sharding::Optimizer, blocks(None)] {
+        for sharding in [Sharding::Optimizer { ranks: None }, blocks(None)] {
             let errors = ranks(world_size, |pg| {
                 let (ddp, mut optimizer) = made(&pg, options(sharding))?;
                 let mut step = || {
@@ -320,7 +321,7 @@ fn a_failed_pass_drops_what_has_accumulated() {
         let (_, var) = &ddp.named_parameters()[0];
         Ok((loss(ddp, pass, true)? + var.sum_all()?)?)
     };
-    for sharding in [Sharding::Optimizer, blocks(None)] {
+    for sharding in [Sharding::Optimizer { ranks: None }, blocks(None)] {
         let train = |fails: bool| {
             let found = ranks(1, |pg| {
                 let (ddp, mut optimizer) = made(&pg, options(sharding))?;
@@ -358,7 +359,7 @@ fn a_nan_in_an_earlier_pass_ends_the_step() {
         let factor = if is_bad { f64::NAN } else { 1. };
         Ok((loss(ddp, pass, true)? * factor)?)
     };
-    for sharding in [Sharding::Optimizer, blocks(None), blocks(Some(2))] {
+    for sharding in [Sharding::Optimizer { ranks: None }, blocks(None), blocks(Some(2))] {
         let train = |policy: OnNonFinite, with_bad: bool| {
             ranks(4, move |pg| {
                 let options = DdpOptions { on_non_finite: Some(policy), ..options(sharding) };
@@ -390,7 +391,7 @@ fn a_nan_in_an_earlier_pass_ends_the_step() {
 #[test]
 fn what_has_accumulated_is_no_gradient_of_a_step() {
     ranks(1, |pg| {
-        for sharding in [Sharding::Optimizer, blocks(None)] {
+        for sharding in [Sharding::Optimizer { ranks: None }, blocks(None)] {
             let (ddp, mut optimizer) = made(&pg, options(sharding))?;
             let mut grads = {
                 let _guard = ddp.no_sync();

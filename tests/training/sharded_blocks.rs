@@ -85,7 +85,8 @@ fn loss(ddp: &Ddp, pg: &ProcessGroup, step: usize) -> candle_ddp::Result<Tensor>
 }
 
 fn made(pg: &ProcessGroup, varmap: &VarMap, options: DdpOptions) -> candle_ddp::Result<(Ddp, Optim)> {
-    let sharding = if options.sharding == Sharding::Off { Sharding::Optimizer } else { options.sharding };
+    let sharding =
+        if options.sharding == Sharding::Off { Sharding::Optimizer { ranks: None } } else { options.sharding };
     let options = DdpOptions { init_seed: Some(7), sharding, ..options };
     let ddp = DistributedDataParallel::with_options(pg, varmap, Net::new, options)?;
     let optimizer = ZeroRedundancyOptimizer::new(&ddp, ParamsAdamW { lr: 0.02, ..Default::default() })?;

@@ -56,7 +56,7 @@ fn a_request_travels_with_the_next_backward_pass() {
         assert_agreed(Sharding::Off, |_| Ok(Box::new(())), weighted);
         assert_agreed(Sharding::Off, |ddp| Ok(Box::new(ddp.register_comm_hook(AllReduce::default())?)), weighted);
         let zero = |ddp: &Ddp| ZeroRedundancyOptimizer::new(ddp, ParamsSgd::default());
-        assert_agreed(Sharding::Optimizer, |ddp| Ok(Box::new(zero(ddp)?)), weighted);
+        assert_agreed(Sharding::Optimizer { ranks: None }, |ddp| Ok(Box::new(zero(ddp)?)), weighted);
     }
 }
 

@@ -139,7 +139,7 @@ fn a_rank_without_samples_runs_the_model_on_zeros() {
         });
         all.unwrap()
     };
-    let plain = run(true, Sharding::Optimizer);
+    let plain = run(true, Sharding::Optimizer { ranks: None });
     assert!(plain[0].is_ok(), "{plain:?}");
     assert_eq!(run(false, Sharding::Blocks { reshard_after_forward: true, ranks: None }), plain);
     let kept = Sharding::Blocks { reshard_after_forward: false, ranks: None };

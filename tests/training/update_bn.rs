@@ -73,7 +73,7 @@ fn averaged(pg: &ProcessGroup, sharding: Sharding, synchronised: bool) -> candle
 /// The means and unbiased variances of all batches, each layer's input at a time.
 fn expected(all: usize) -> Vec<f64> {
     let mut found = ranks(1, |pg| {
-        let ddp = averaged(&pg, Sharding::Optimizer, false)?;
+        let ddp = averaged(&pg, Sharding::Optimizer { ranks: None }, false)?;
         let of = |x: &Tensor| -> Result<[Vec<f64>; 2]> { Ok([x.mean(0)?.to_vec1()?, x.var(0)?.to_vec1()?]) };
         let normal = |norm: &BatchNorm, x: &Tensor| -> Result<Tensor> {
             let centred = x.broadcast_sub(&x.mean_keepdim(0)?)?;
@@ -117,7 +117,7 @@ fn statistics_are_those_of_all_batches_on_any_number_of_ranks() {
     let expected = expected(7);
     for world_size in 1..=3 {
         let found = ranks(world_size, |pg| {
-            let ddp = averaged(&pg, Sharding::Optimizer, false)?;
+            let ddp = averaged(&pg, Sharding::Optimizer { ranks: None }, false)?;
             update_bn(&ddp, batches(&pg, 7).into_iter().map(Ok), forward)?;
             let of_seven = statistics(&ddp);
             // Again, with fewer: some ranks have none.
@@ -142,7 +142,7 @@ fn statistics_of_a_sharded_model_and_of_synchronised_batches() {
         found.iter().for_each(|found| assert_same(found, &expected, &format!("{sharding:?}")));
     }
     let found = ranks(2, |pg| {
-        let ddp = averaged(&pg, Sharding::Optimizer, true)?;
+        let ddp = averaged(&pg, Sharding::Optimizer { ranks: None }, true)?;
         update_bn(&ddp, batches(&pg, 6).into_iter().map(Ok), forward)?;
         let synchronised = statistics(&ddp);
         // The layer alone, with the batches of both ranks side by side.
@@ -168,7 +168,7 @@ fn statistics_of_a_sharded_model_and_of_synchronised_batches() {
 #[test]
 fn failures_are_errors_on_all_ranks_and_leave_the_statistics() {
     ranks(2, |pg| {
-        let ddp = averaged(&pg, Sharding::Optimizer, false)?;
+        let ddp = averaged(&pg, Sharding::Optimizer { ranks: None }, false)?;
         let before = statistics(&ddp);
         let evaluating = |net: &Net, number: usize| net.forward_t(&batch(number), false);
         let error = update_bn(&ddp, batches(&pg, 4).into_iter().map(Ok), evaluating).unwrap_err();

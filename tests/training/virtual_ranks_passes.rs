@@ -1,13 +1,14 @@
 //! Passes of virtual ranks that are more than one model's mean: losses that are sums with counts, losses of several models, and
 //! gradients that stay on the ranks that need them.
-use crate::common::{assert_close, floats, of_micro_batch, sharding, values};
+use crate::common::{assert_close, floats, of_micro_batch, values};
 use crate::virtual_run::{VIRTUAL, bits, ranks};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Module, Tensor, Var};
 use candle_ddp::checkpoint::StateDict;
 use candle_ddp::optim::{AdamW, Optimizer, ParamsAdamW, ZeroRedundancyOptimizer};
 use candle_ddp::{
-    Backward, Buckets, DdpOptions, DistributedDataParallel, Error, Precision, ProcessGroup, Result, backward_with,
+    Backward, Buckets, DdpOptions, DistributedDataParallel, Error, Precision, ProcessGroup, Result, Sharding,
+    backward_with,
 };
 use candle_nn::{Linear, VarBuilder, VarMap, linear};
 
@@ -181,11 +182,11 @@ fn models_of_one_pass_have_the_same_micro_batches() {
 }
 
 /// Three steps with a ZeroRedundancyOptimizer, or with an AdamW on each rank: the bits of parameters and of the optimizer's state.
-fn sharded(pg: &ProcessGroup, is_sharded: bool, is_weighted: bool) -> Result<Vec<u32>> {
+fn sharded(pg: &ProcessGroup, sharding: Sharding, is_weighted: bool) -> Result<Vec<u32>> {
     // Buckets of some parameters, none of which the ranks divide evenly.
     let options = DdpOptions {
         init_seed: Some(7),
-        sharding: sharding(is_sharded),
+        sharding,
         buckets: Buckets { bucket_cap_mb: 0.0002, first_bucket_mb: 0.0001, ..Default::default() },
         ..Default::default()
     };
@@ -204,7 +205,7 @@ fn sharded(pg: &ProcessGroup, is_sharded: bool, is_weighted: bool) -> Result<Vec
         of(&last)
     };
     let params = ParamsAdamW { lr: 0.01, ..Default::default() };
-    let state = if is_sharded {
+    let state = if sharding != Sharding::Off {
         let mut optimizer = ZeroRedundancyOptimizer::new(&ddp, params)?;
         (0..3).try_for_each(|_| step(&mut |grads| optimizer.step(grads)))?;
         optimizer.state_dict()?
@@ -223,11 +224,13 @@ fn sharded(pg: &ProcessGroup, is_sharded: bool, is_weighted: bool) -> Result<Vec
 #[test]
 fn a_sharded_optimizer_has_the_same_bits_on_any_number_of_ranks() {
     for weighted in [false, true] {
-        let one = ranks(1, |pg| sharded(&pg, false, weighted)).remove(0);
+        let one = ranks(1, |pg| sharded(&pg, Sharding::Off, weighted)).remove(0);
         assert!(one.len() >= 3 * 150);
-        for world_size in [1, 2, 3, 5, 8] {
-            let found = ranks(world_size, |pg| sharded(&pg, true, weighted));
-            assert!(found.iter().all(|other| *other == one), "{world_size} ranks, weighted: {weighted}");
+        let hybrid = [(2, Some(1)), (4, Some(2)), (6, Some(2)), (6, Some(3)), (8, Some(4))];
+        for (world_size, with_state) in [1, 2, 3, 5, 8].map(|all| (all, None)).into_iter().chain(hybrid) {
+            let sharding = Sharding::Optimizer { ranks: with_state };
+            let found = ranks(world_size, |pg| sharded(&pg, sharding, weighted));
+            assert!(found.iter().all(|other| *other == one), "{world_size} ranks, {sharding:?}, weighted: {weighted}");
         }
     }
 }

@@ -200,7 +200,7 @@ fn a_local_hook_divides_by_the_own_count() {
 #[test]
 fn sharded_optimizers_get_the_same_mean() {
     let results = ranks(3, |pg| {
-        let (varmap, ddp) = wrap(&pg, DdpOptions { sharding: Sharding::Optimizer, ..in_f64() })?;
+        let (varmap, ddp) = wrap(&pg, DdpOptions { sharding: Sharding::Optimizer { ranks: None }, ..in_f64() })?;
         let mut optimizer = ZeroRedundancyOptimizer::new(&ddp, params())?;
         for step in 0..STEPS {
             let grads = backward(&pg, &ddp, step)?;

@@ -84,6 +84,7 @@ pub struct Cut {
     /// Where each tensor begins, and where the last one ends.
     offsets: Vec<usize>,
     ranks: usize,
+    part: usize,
 }
 
 impl Cut {
@@ -95,7 +96,12 @@ impl Cut {
             end += elements;
             end
         }));
-        Self { offsets, ranks }
+        Self { offsets, ranks, part: end.div_ceil(ranks) }
+    }
+
+    /// With parts that can be cut into so many equal ones again.
+    pub fn divisible(self, by: usize) -> Self {
+        Self { part: self.part.next_multiple_of(by), ..self }
     }
 
     /// The elements of all tensors.
@@ -105,7 +111,7 @@ impl Cut {
 
     /// The elements of each part.
     pub fn part(&self) -> usize {
-        self.elements().div_ceil(self.ranks)
+        self.part
     }
 
     /// The elements of all parts.
@@ -145,10 +151,10 @@ mod tests {
     /// Also with tensors that have no elements, and parts beyond all tensors.
     #[test]
     fn each_element_is_in_one_part() -> Result<()> {
-        for ranks in 1..=9 {
+        for (ranks, by) in (1..=9).flat_map(|ranks| [(ranks, 1), (ranks, 2), (ranks, 3)]) {
             let sizes = [3, 0, 5, 1, 4, 0];
-            let cut = Cut::new(sizes, ranks);
-            assert_eq!((cut.elements(), cut.length()), (13, 13usize.next_multiple_of(ranks)));
+            let cut = Cut::new(sizes, ranks).divisible(by);
+            assert_eq!((cut.elements(), cut.length()), (13, 13usize.next_multiple_of(ranks * by)));
             let flat = Tensor::arange(0u32, cut.length() as u32, &Device::Cpu)?;
             for (number, size) in sizes.into_iter().enumerate() {
                 let whole = cut.whole(&flat, number)?.to_vec1::<u32>()?;

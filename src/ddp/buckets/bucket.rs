@@ -105,7 +105,10 @@ impl Bucket {
         let first = &parameters[members[0]];
         let (dtype, device) = (first.dtype, &first.device);
         let shapes: Vec<Shape> = members.iter().map(|index| parameters[*index].shape.clone()).collect();
-        let cut = Cut::new(shapes.iter().map(Shape::elem_count), groups.within().world_size());
+        let within = groups.within().world_size();
+        // The parts of a hybrid model are added up by several ranks each.
+        let adders = if groups.main().virtual_ranks().is_some() { world_size / within } else { 1 };
+        let cut = Cut::new(shapes.iter().map(Shape::elem_count), within).divisible(adders);
         let flags = members.len() + if number == 0 { 2 } else { 0 };
         let align = |count: usize| if device.is_cuda() { aligned(count, dtype, world_size) } else { count };
         let with_flags = align(cut.elements() + flags);

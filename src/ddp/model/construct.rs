@@ -1,6 +1,5 @@
 //! How a model is wrapped.
 use crate::ddp::blocks::Construction;
-use crate::ddp::buckets::groups::Groups;
 use crate::ddp::model::DistributedModel;
 use crate::ddp::model::parameter::{Buffer, Frozen, HeldAs, Parameter, Variables};
 use crate::ddp::model::registry::Registry;
@@ -75,7 +74,7 @@ impl<M> DistributedDataParallel<M> {
             Sharding::Blocks { reshard_after_forward, .. } => {
                 Some(Construction::new(&groups, varmap, reshard_after_forward)?)
             }
-            Sharding::Off | Sharding::Optimizer => None,
+            Sharding::Off | Sharding::Optimizer { .. } => None,
         };
         let reducer = Arc::new(Reducer::new(groups));
         let registry = Registry::new(varmap.clone(), Arc::clone(&reducer), options.clone(), construction.clone());
@@ -112,7 +111,7 @@ impl<M> DistributedDataParallel<M> {
     ) -> Result<Self> {
         let Parameters { variables: mut vars, named } = vars.into();
         vars.sort_by(|(a, _), (b, _)| a.cmp(b));
-        let reducer = Arc::new(Reducer::new(Groups::new(group.clone())));
+        let reducer = Arc::new(Reducer::new(options.sharding.groups(group)?));
         let mut variables = Variables::default();
         let (mut names, mut ids) = (HashSet::new(), HashSet::new());
         let mut built = options.check_precision().and_then(|()| check_named(named, "DDP")).map(|()| module);

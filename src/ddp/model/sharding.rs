@@ -16,7 +16,13 @@ pub enum Sharding {
     Off,
     /// Gradients and the optimizer's state, ZeRO's stage 2. Every rank has all parameters, of which it updates a part. The buckets are
     /// sent in the reverse of the registration order.
-    Optimizer,
+    Optimizer {
+        /// The number of consecutive ranks that have the gradients and the state together; None: all ranks. It must divide the world
+        /// size. Each such set of ranks has a copy of them, and gathers the updated parameters without the others; gradients are
+        /// averaged over all ranks. With [`pg.local_world_size()`](crate::ProcessGroup::local_world_size), only these averages are
+        /// sent between hosts. Under [virtual ranks](crate::InitOptions::virtual_ranks), whole buckets are.
+        ranks: Option<usize>,
+    },
     /// Parameters, gradients and the optimizer's state: PyTorch's FSDP2 (`fully_shard`), ZeRO's stage 3.
     ///
     /// The model marks its blocks with [`block`](crate::block). A block's whole parameters exist only while it computes: they are gathered
@@ -45,7 +51,9 @@ pub enum Sharding {
 impl Sharding {
     /// The groups of a model. Every rank must call it.
     pub(in crate::ddp) fn groups(self, group: &ProcessGroup) -> Result<Groups> {
-        let Self::Blocks { ranks, .. } = self else { return Ok(Groups::new(group.clone())) };
+        let (Self::Blocks { ranks, .. } | Self::Optimizer { ranks: ranks @ Some(_) }) = self else {
+            return Ok(Groups::new(group.clone()));
+        };
         let world_size = group.world_size();
         let ranks = match ranks.unwrap_or(world_size) {
             ranks if ranks > 0 && world_size.is_multiple_of(ranks) => Ok(ranks),

@@ -39,7 +39,9 @@ impl Reduction {
         Ok(match (sharding, tree) {
             (Sharding::Off, None) => Self::AllReduce,
             (Sharding::Off, Some(tree)) => Self::Tree(tree),
-            (Sharding::Optimizer | Sharding::Blocks { .. }, tree) => Self::Shard(ShardReduction::new(groups, tree)),
+            (Sharding::Optimizer { .. } | Sharding::Blocks { .. }, tree) => {
+                Self::Shard(ShardReduction::new(groups, tree))
+            }
         })
     }
 

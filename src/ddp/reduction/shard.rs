@@ -303,7 +303,11 @@ impl ShardReduction {
     ) -> Result<Usage> {
         let early = message.is_non_finite.is_none().then(|| self.send_usage(used, message, groups)).transpose()?;
         if let Some(tree) = &mut self.tree {
-            tree.add_up(buckets, groups, trace, |_, _| Ok(()))?;
+            match self.across {
+                None => tree.add_up(buckets, groups, trace, |_, _| Ok(()))?,
+                // The rank's part is larger than the one that it adds up.
+                Some(_) => tree.gather(buckets, groups, trace)?,
+            }
         }
         self.receive_all(buckets, trace)?;
         self.accumulated = None;

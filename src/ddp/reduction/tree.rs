@@ -106,6 +106,13 @@ impl TreeReduction {
         trace: Option<&Trace>,
     ) -> Result<Usage> {
         let usage = self.send_usage(used, message, groups)?;
+        self.gather(buckets, groups, trace)?;
+        usage.wait()?;
+        Ok(usage)
+    }
+
+    /// Waits until all buckets hold the mean over all micro-batches.
+    pub(crate) fn gather(&mut self, buckets: &[Bucket], groups: &Groups, trace: Option<&Trace>) -> Result<()> {
         let mut gathers = Vec::with_capacity(buckets.len());
         // A bucket's results are gathered while the next one is added up.
         self.add_up(buckets, groups, trace, |bucket, own| {
@@ -119,8 +126,7 @@ impl TreeReduction {
                 trace::collective(trace, work, format_args!("all-gather of bucket {number}"));
             }
         }
-        usage.wait()?;
-        Ok(usage)
+        Ok(())
     }
 
     /// Sends which parameters this rank used, and the counts of its micro-batches.

@@ -23,7 +23,7 @@ impl<R: UpdateRule> FusedOptimizer<R> {
     /// # fn main() -> candle_ddp::Result<()> {
     /// # candle_ddp::spawn(2, |pg| {
     /// # let build = |vb| linear(4, 2, vb);
-    /// # let options = DdpOptions { sharding: Sharding::Optimizer, ..Default::default() };
+    /// # let options = DdpOptions { sharding: Sharding::Optimizer { ranks: None }, ..Default::default() };
     /// # let ddp = DistributedDataParallel::with_options(&pg, &VarMap::new(), build, options)?;
     /// # let batches = vec![Tensor::ones((8, 4), DType::F32, pg.device())?; 3 + pg.rank()];
     /// let mut optimizer = AdamW::new(&ddp, ParamsAdamW::default())?;

@@ -56,7 +56,7 @@ use std::sync::Arc;
 ///
 /// # fn main() -> candle_ddp::Result<()> {
 /// candle_ddp::spawn(2, |pg| {
-///     let options = DdpOptions { sharding: Sharding::Optimizer, ..Default::default() };
+///     let options = DdpOptions { sharding: Sharding::Optimizer { ranks: None }, ..Default::default() };
 ///     let ddp = DistributedDataParallel::with_options(&pg, &VarMap::new(), |vb| linear(4, 2, vb), options)?;
 ///     let mut optimizer = AdamW::new(&ddp, ParamsAdamW::default())?; // a half of its state on each rank
 ///     for _ in 0..3 {
@@ -72,7 +72,7 @@ use std::sync::Arc;
 /// ```
 ///
 /// Under [`Sharding::Optimizer`](crate::Sharding::Optimizer) and [`Sharding::Blocks`](crate::Sharding::Blocks), each part of the state and
-/// of the gradients is on one rank only: PyTorch's `ZeroRedundancyOptimizer` (stage 1 of ZeRO) with sharded gradients (stage 2). A rule
+/// of the gradients is on one rank only, or, with their `ranks`, on one of so many: PyTorch's `ZeroRedundancyOptimizer` (stage 1 of ZeRO) with sharded gradients (stage 2). A rule
 /// that needs whole parameters, such as Muon, has each of them and its state on one rank, its owner: the largest
 /// come first, each to the rank that has the fewest elements so far.
 ///

@@ -106,7 +106,7 @@ impl Sharded {
             if shard.shard.parameters.iter().any(|parameter| slots[*parameter].placement.is_sharded()) {
                 continue; // the model gathers them
             }
-            let gathering = Gathering::start(shard, slots, &self.memory, self.process_group())?;
+            let gathering = Gathering::start(shard, slots, &self.memory, self.reducer.groups().within())?;
             if let Some(previous) = in_flight.replace(gathering) {
                 previous.finish(slots, &self.memory)?;
             }

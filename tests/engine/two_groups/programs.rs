@@ -172,8 +172,10 @@ impl Program {
             Trained::None => return Ok(None),
             Trained::Copies => (Some(pg), Sharding::Off),
             Trained::Parts(ranks) => {
-                let sharding =
-                    Sharding::Blocks { reshard_after_forward: self.seed.is_multiple_of(2), ranks: Some(ranks) };
+                let sharding = match self.seed % 3 {
+                    2 => Sharding::Optimizer { ranks: Some(ranks) },
+                    other => Sharding::Blocks { reshard_after_forward: other == 0, ranks: Some(ranks) },
+                };
                 (None, sharding)
             }
         };

@@ -80,7 +80,7 @@ fn finite_gradients_with_an_infinite_mean_are_told_apart() {
 fn shards_name_it_as_well() {
     for options in [stop(), small(stop())] {
         let errors = ranks(3, |pg| {
-            let ddp = model(&pg, DdpOptions { sharding: Sharding::Optimizer, ..options.clone() })?;
+            let ddp = model(&pg, DdpOptions { sharding: Sharding::Optimizer { ranks: None }, ..options.clone() })?;
             let _optimizer = ZeroRedundancyOptimizer::new(&ddp, ParamsAdamW::default())?;
             let bad = if pg.rank() == 2 { Bad::First(f64::NAN) } else { Bad::Nothing };
             Ok(found(ddp.backward(&loss(&ddp, 0, bad)?).map(drop).unwrap_err()))

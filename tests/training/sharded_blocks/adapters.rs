@@ -48,7 +48,8 @@ fn adapted(
 ) -> candle_ddp::Result<(Ddp, Optim)> {
     let base = Pretrained::open(folder)?.var_builder(dtype, pg.device());
     let build = |vb| config.build(base, vb, Net::new);
-    let sharding = if options.sharding == Sharding::Off { Sharding::Optimizer } else { options.sharding };
+    let sharding =
+        if options.sharding == Sharding::Off { Sharding::Optimizer { ranks: None } } else { options.sharding };
     let options = DdpOptions { init_seed: Some(7), sharding, ..options };
     let ddp = DistributedDataParallel::with_options(pg, varmap, build, options)?;
     let optimizer = ZeroRedundancyOptimizer::new(&ddp, ParamsAdamW { lr: 0.05, ..Default::default() })?;
@@ -79,7 +80,7 @@ fn gradients_flow_through_a_frozen_model_whose_weights_are_spread() {
     let make: &Make = &|pg, varmap, options| adapted(pg, varmap, (folder.path(), &config, DType::F32), options);
     ranks(2, |pg| {
         for between in [Between::Nothing, Between::Evaluations, Between::Training] {
-            let plain = compete(&pg, make, Sharding::Optimizer, false, between)?;
+            let plain = compete(&pg, make, Sharding::Optimizer { ranks: None }, false, between)?;
             for reshard_after_forward in [true, false] {
                 let sharding = Sharding::Blocks { reshard_after_forward, ranks: None };
                 assert_eq!(compete(&pg, make, sharding, false, between)?, plain, "{sharding:?}");

@@ -51,7 +51,7 @@ fn unbroken(steps: u64, decay: Option<f64>) -> Vec<Values> {
     let folder = tempfile::tempdir().unwrap();
     let mut run = ranks(1, |pg| {
         let varmap = VarMap::new();
-        let (ddp, mut optimizer) = model(&pg, &varmap, Sharding::Optimizer)?;
+        let (ddp, mut optimizer) = model(&pg, &varmap, Sharding::Optimizer { ranks: None })?;
         let mut ema = Ema::new(&ddp, decay)?;
         let mut found = Vec::new();
         for number in 0..steps {
@@ -96,7 +96,8 @@ fn averaged(ranks: usize, sharding: Sharding, steps: Range<u64>, decay: Option<f
 fn averages_are_those_of_one_process_and_are_resumed_by_any_number_of_ranks() {
     let blocks = Sharding::Blocks { reshard_after_forward: true, ranks: None };
     let hybrid = Sharding::Blocks { reshard_after_forward: true, ranks: Some(2) };
-    let runs = [(2, blocks), (1, blocks), (3, blocks), (2, Sharding::Optimizer), (4, hybrid), (3, blocks)];
+    let runs =
+        [(2, blocks), (1, blocks), (3, blocks), (2, Sharding::Optimizer { ranks: None }), (4, hybrid), (3, blocks)];
     for decay in [Some(0.7), None] {
         let folder = tempfile::tempdir().unwrap();
         let expected = unbroken(2 * runs.len() as u64, decay);
@@ -142,8 +143,10 @@ fn pieces_are_averaged_with_the_same_pieces_of_other_models() {
     });
     let mut expected = ranks(1, |pg| {
         let varmaps = [VarMap::new(), VarMap::new()];
-        let mut models =
-            varmaps.iter().map(|varmap| model(&pg, varmap, Sharding::Optimizer)).collect::<Result<Vec<_>>>()?;
+        let mut models = varmaps
+            .iter()
+            .map(|varmap| model(&pg, varmap, Sharding::Optimizer { ranks: None }))
+            .collect::<Result<Vec<_>>>()?;
         for number in 0..5 {
             for (island, (ddp, optimizer)) in models.iter_mut().enumerate() {
                 step(ddp, optimizer, 10 * number + island as u64)?;

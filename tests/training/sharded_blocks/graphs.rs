@@ -68,7 +68,7 @@ fn a_graph_finds_its_weights_whatever_comes_before_its_backward_pass() {
         crate::common::ranks(ranks, |pg| {
             let mut trained = Vec::new();
             for between in [Between::Nothing, Between::Evaluations, Between::Training] {
-                let plain = compete(&pg, &made, Sharding::Optimizer, own_product, between)?;
+                let plain = compete(&pg, &made, Sharding::Optimizer { ranks: None }, own_product, between)?;
                 for reshard_after_forward in [true, false] {
                     let sharding = Sharding::Blocks { reshard_after_forward, ranks: None };
                     let sharded = compete(&pg, &made, sharding, own_product, between)?;
@@ -122,12 +122,12 @@ fn a_rank_without_data_for_a_block_keeps_it_in_its_loss() {
         let by_tensor = |loss: &Tensor| loss.mul(&loss.zeros_like()?);
         assert_eq!(
             without_images(&pg, sharding(true), by_tensor)?,
-            without_images(&pg, Sharding::Optimizer, by_tensor)?
+            without_images(&pg, Sharding::Optimizer { ranks: None }, by_tensor)?
         );
         // Here the backward pass gathers nothing, so that it may lack a block.
         assert_eq!(
             without_images(&pg, sharding(false), by_number)?,
-            without_images(&pg, Sharding::Optimizer, by_number)?
+            without_images(&pg, Sharding::Optimizer { ranks: None }, by_number)?
         );
         Ok(())
     });

@@ -12,20 +12,24 @@ fn hybrid(shard_ranks: usize) -> DdpOptions {
     }
 }
 
+fn hybrid_optimizer(ranks: usize) -> DdpOptions {
+    DdpOptions { sharding: Sharding::Optimizer { ranks: Some(ranks) }, ..Default::default() }
+}
+
 /// Checks that training with these options and this step has the losses of plain training. Gradients may be added in another order,
 /// unless they are those of two ranks or of one group in one pass (`has_bits`).
 fn same_losses(options: &DdpOptions, has_bits: bool, step: &Step) {
     for (ranks, shard_ranks) in [(2, 1), (2, 2), (4, 1), (4, 2), (4, 4)] {
         crate::common::ranks(ranks, |pg| {
             let (losses, output) = train(&pg, &made, options.clone(), step)?;
-            for reshard_after_forward in [true, false] {
-                let sharding = Sharding::Blocks { reshard_after_forward, ranks: Some(shard_ranks) };
+            let blocks = |reshard_after_forward| Sharding::Blocks { reshard_after_forward, ranks: Some(shard_ranks) };
+            for sharding in [blocks(true), blocks(false), hybrid_optimizer(shard_ranks).sharding] {
                 let hybrid = train(&pg, &made, DdpOptions { sharding, ..options.clone() }, step)?;
                 if has_bits && (ranks == 2 || shard_ranks == ranks) {
-                    assert_eq!(hybrid, (losses.clone(), output.clone()), "{ranks} ranks, {shard_ranks} with a model");
+                    assert_eq!(hybrid, (losses.clone(), output.clone()), "{ranks} ranks, {sharding:?}");
                 }
                 for (loss, expected) in hybrid.0.iter().chain(&hybrid.1).zip(losses.iter().chain(&output)) {
-                    assert!((loss - expected).abs() < 1e-5, "{ranks} ranks, {shard_ranks} with a model: {hybrid:?}");
+                    assert!((loss - expected).abs() < 1e-5, "{ranks} ranks, {sharding:?}: {hybrid:?}");
                 }
             }
             Ok(())
@@ -104,7 +108,11 @@ fn checkpoints_have_each_piece_once_and_load_into_other_models() {
             step(&ddp, &mut optimizer, number as usize)?;
             checkpointer.save(number, (("model", &mut varmap), ("optimizer", &mut optimizer)))?;
             checkpointer.finish()?;
-            let is_copy = matches!(options.sharding, Sharding::Blocks { ranks: Some(ranks), .. } if pg.rank() >= ranks);
+            let of_copy = match options.sharding {
+                Sharding::Blocks { ranks, .. } | Sharding::Optimizer { ranks } => ranks,
+                _ => None,
+            };
+            let is_copy = of_copy.is_some_and(|ranks| pg.rank() >= ranks);
             for share in [varmap.share()?, optimizer.share()?].iter().filter(|share| share.spread.is_per_rank()) {
                 let pieces =
                     share.dict.keys().filter(|name| name.rsplit_once('@').is_some_and(|(_, at)| at != "shape"));
@@ -121,12 +129,14 @@ fn checkpoints_have_each_piece_once_and_load_into_other_models() {
     run(2, sharded(), 1);
     run(4, hybrid(1), 2);
     run(3, DdpOptions::default(), 3);
-    let (last, moments) = run(4, hybrid(2), 4);
+    run(4, hybrid_optimizer(2), 4);
+    run(2, hybrid_optimizer(1), 5);
+    let (last, moments) = run(4, hybrid(2), 6);
     std::fs::remove_dir_all(&folder).unwrap();
     let mut reference = ranks(1, |pg| {
         let varmap = VarMap::new();
         let (ddp, mut optimizer) = made(&pg, &varmap, DdpOptions::default())?;
-        (0..5).try_for_each(|number| step(&ddp, &mut optimizer, number))?;
+        (0..7).try_for_each(|number| step(&ddp, &mut optimizer, number))?;
         let state = optimizer.consolidate_state_dict(0)?.unwrap();
         Ok((saved(&pg, &varmap, "reference")?, state["state.stem.weight.exp_avg"].flatten_all()?.to_vec1::<f32>()?))
     });
@@ -164,11 +174,17 @@ fn a_copy_that_differs_is_found() {
 #[test]
 fn the_estimate_of_memory_is_the_same_on_all_copies() {
     let all = ranks(4, |pg| {
-        let (ddp, optimizer) = made(&pg, &VarMap::new(), hybrid(2))?;
-        let whole = made(&pg, &VarMap::new(), sharded())?;
-        let (half, quarter) = (ddp.memory_estimate(&optimizer)?, whole.0.memory_estimate(&whole.1)?);
-        assert!(half.devices[0].optimizer >= 2 * quarter.devices[0].optimizer - 64, "{half}\n{quarter}");
-        Ok(half)
+        let estimate = |options| {
+            let (ddp, optimizer) = made(&pg, &VarMap::new(), options)?;
+            ddp.memory_estimate(&optimizer)
+        };
+        let blocks = [estimate(hybrid(2))?, estimate(sharded())?];
+        let zero = [estimate(hybrid_optimizer(2))?, estimate(DdpOptions::default())?];
+        for [half, quarter] in [&blocks, &zero] {
+            assert!(half.devices[0].optimizer >= 2 * quarter.devices[0].optimizer - 64, "{half}\n{quarter}");
+            assert!(half.devices[0].gradients >= 2 * quarter.devices[0].gradients - 64, "{half}\n{quarter}");
+        }
+        Ok([blocks, zero].map(|[half, _]| half))
     });
     assert_eq!((&all[0], &all[1]), (&all[2], &all[3]));
 }
@@ -178,7 +194,13 @@ fn wrong_numbers_of_ranks_are_an_error_on_every_rank() {
     let new = |pg: &ProcessGroup, options| DistributedDataParallel::with_options(pg, &VarMap::new(), Net::new, options);
     for wrong in [0, 3, 8] {
         ranks(4, |pg| {
-            assert_error(new(&pg, hybrid(wrong)), &[&format!("must divide the number of ranks, 4, but is {wrong}")]);
+            let parameter = vec![("weight".to_string(), candle_core::Var::ones(3, DType::F32, pg.device())?)];
+            let from_vars = DistributedDataParallel::from_vars(&pg, (), parameter, hybrid_optimizer(wrong));
+            let errors = [hybrid(wrong), hybrid_optimizer(wrong)].map(|options| new(&pg, options).err());
+            for error in errors.into_iter().chain([from_vars.err()]) {
+                let error = error.unwrap().to_string();
+                assert!(error.contains(&format!("must divide the number of ranks, 4, but is {wrong}")), "{error}");
+            }
             pg.barrier()
         });
     }
@@ -186,6 +208,10 @@ fn wrong_numbers_of_ranks_are_an_error_on_every_rank() {
         let error = new(&pg, hybrid(if pg.rank() == 1 { 4 } else { 2 })).unwrap_err();
         assert!(matches!(error, Error::Mismatch { rank: 1, .. }), "{error}");
         assert_error(new(&pg, hybrid(if pg.rank() == 1 { 3 } else { 2 })), &["must divide"]);
+        // A rank whose optimizer's state all ranks have together.
+        let options = if pg.rank() == 1 { of_zero() } else { hybrid_optimizer(2) };
+        let error = new(&pg, options).unwrap_err();
+        assert!(matches!(error, Error::Mismatch { rank: 1, .. }), "{error}");
         // A rank without sharding at all.
         let options = if pg.rank() == 1 { DdpOptions::default() } else { sharded() };
         let error = new(&pg, options).unwrap_err();

@@ -120,7 +120,8 @@ fn muon_trains_a_sharded_model_as_one_process_and_is_resumed_by_any_number_of_ra
         (1, Sharding::Off),
         (1, kept),
         (4, hybrid),
-        (2, Sharding::Optimizer),
+        (2, Sharding::Optimizer { ranks: None }),
+        (4, Sharding::Optimizer { ranks: Some(2) }),
         (8, blocks),
         (2, Sharding::Off),
         (4, hybrid),
@@ -136,8 +137,8 @@ fn muon_trains_a_sharded_model_as_one_process_and_is_resumed_by_any_number_of_ra
 /// Three ranks round sums, but not their values: those with one model have the same bits.
 #[test]
 fn each_matrix_has_one_owner_that_has_its_state() {
-    for (ranks, copy) in [(3, None), (4, Some(2))] {
-        let sharding = Sharding::Blocks { reshard_after_forward: true, ranks: copy };
+    let blocks = |ranks| Sharding::Blocks { reshard_after_forward: true, ranks };
+    for (ranks, sharding) in [(3, blocks(None)), (4, blocks(Some(2))), (4, Sharding::Optimizer { ranks: Some(2) })] {
         let found = crate::common::ranks(ranks, |pg| {
             let ddp = wrap(&pg, &VarMap::new(), sharding)?;
             let mut optimizer = Muon::from_groups(groups(&ddp))?;

@@ -22,7 +22,7 @@ fn model(pg: &ProcessGroup, varmap: &VarMap, kind: Kind, is_frozen: bool) -> can
     let role = move |name: &str| if is_frozen && !name.starts_with("head.") { Role::Frozen } else { Role::Parameter };
     let sharding = match kind {
         Kind::Off => Sharding::Off,
-        Kind::Zero => Sharding::Optimizer,
+        Kind::Zero => Sharding::Optimizer { ranks: None },
         Kind::Blocks(sharding) => sharding,
     };
     let (init_seed, precision) = (Some(7), Precision::Pure(DType::F64));

@@ -56,7 +56,7 @@ fn train_tied(pg: &ProcessGroup, sharding: Sharding, ours: bool) -> candle_ddp::
     let positions = no_grad(|| {
         ddp.call(|net| net.positions.call(&[&words], |positions, _| positions.t()?.narrow(1, 2, 3)?.narrow(0, 1, 2)))
     })?;
-    assert!(!positions.track_op() || sharding == Sharding::Optimizer);
+    assert!(!positions.track_op() || sharding == Sharding::Optimizer { ranks: None });
     others.push(positions.flatten_all()?.to_vec1()?);
     Ok((losses, others))
 }
@@ -66,7 +66,7 @@ fn a_block_may_return_a_view_of_its_parameter() {
     for ranks in 1..=3 {
         crate::common::ranks(ranks, |pg| {
             for ours in [false, true] {
-                let plain = train_tied(&pg, Sharding::Optimizer, ours)?;
+                let plain = train_tied(&pg, Sharding::Optimizer { ranks: None }, ours)?;
                 for reshard_after_forward in [true, false] {
                     let sharding = Sharding::Blocks { reshard_after_forward, ranks: None };
                     let sharded = train_tied(&pg, sharding, ours)?;
@@ -187,7 +187,7 @@ fn blocks_return_several_tensors() {
     };
     for ranks in 1..=3 {
         crate::common::ranks(ranks, |pg| {
-            let (plain, output) = train(&pg, Sharding::Optimizer)?;
+            let (plain, output) = train(&pg, Sharding::Optimizer { ranks: None })?;
             assert!(plain[3] < plain[0], "{plain:?}");
             for reshard_after_forward in [true, false] {
                 let sharding = Sharding::Blocks { reshard_after_forward, ranks: None };
