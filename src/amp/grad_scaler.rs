@@ -1,8 +1,8 @@
 //! Scales losses, and skips steps that overflow.
 use super::unscale::{Known, unscale, unscale_on_gpu, unscale_others};
 use super::verdict::Verdict;
-use crate::ddp::steps::Steps;
-use crate::ddp::{first_kept, scaled};
+use crate::ddp::gradients::steps::Steps;
+use crate::ddp::{first_kept, gradients::scaled};
 use crate::process_group::{Operation, ProcessGroup};
 use crate::state::StateDict;
 use crate::state::{self, Loader};

@@ -3,14 +3,11 @@
 mod blocks;
 mod buckets;
 pub mod comm_hook;
-mod gradients;
-mod hook_state;
+pub(crate) mod gradients;
 mod model;
 mod pass;
 mod reducer;
 mod reduction;
-pub(crate) mod scaled;
-pub(crate) mod steps;
 pub(crate) mod watch;
 
 pub use blocks::{Block, block};
@@ -38,8 +35,8 @@ use crate::state::{PerRank, StateDict};
 use candle_core::backprop::GradStore;
 use candle_core::{Tensor, Var};
 use comm_hook::{CommHook, CommHookTraffic};
-use hook_state::CommHookState;
 use model::parameter::{Buffer, Frozen, Parameter};
+use reducer::hook_state::CommHookState;
 use std::fmt;
 use std::ops::Deref;
 use std::sync::Arc;

@@ -1,8 +1,8 @@
 //! Gradient clipping.
 use super::sums::{largest, sum_of_squares};
-use crate::ddp::steps::Steps;
+use crate::ddp::gradients::steps::Steps;
 use crate::ddp::watch::non_finite::is_skipped;
-use crate::ddp::{first_kept, scaled};
+use crate::ddp::{first_kept, gradients::scaled};
 use crate::kernels;
 use crate::tensor::borrow::{with_slice, with_slice_mut};
 use crate::tensor::{Element, dispatch};

@@ -3,6 +3,7 @@ use crate::backend::CallSite;
 use crate::ddp::blocks::Held;
 use crate::ddp::buckets::count;
 use crate::ddp::buckets::sync;
+use crate::ddp::gradients::scaled;
 use crate::ddp::model::DistributedModel;
 use crate::ddp::pass::Pass;
 use crate::ddp::pass::checks::{
@@ -15,7 +16,6 @@ use crate::ddp::pass::order::Member;
 use crate::ddp::pass::parts::{self, StepPart};
 use crate::ddp::pass::settle;
 use crate::ddp::reducer::Gradient;
-use crate::ddp::scaled;
 use crate::ddp::watch::non_finite;
 use crate::ddp::watch::replicas;
 use crate::goes_with::Feature;

@@ -1,9 +1,9 @@
 //! Training with different numbers of batches: ranks without further batches take part in the others' collectives.
 use crate::backend::label;
 use crate::ddp::buckets::sync;
+use crate::ddp::gradients::scaled;
 use crate::ddp::model::DistributedModel;
 use crate::ddp::pass::backward;
-use crate::ddp::scaled;
 use crate::ddp::watch::verify;
 use crate::goes_with::Feature;
 use crate::process_group::{Active, Join, Operation, ProcessGroup};

@@ -11,12 +11,12 @@ pub(in crate::ddp) mod order;
 pub(in crate::ddp) mod parts;
 pub(in crate::ddp) mod settle;
 
+use crate::ddp::gradients::scaled;
 use crate::ddp::model::DistributedModel;
 use crate::ddp::pass::backward::Backward;
 use crate::ddp::pass::graph::Graph;
 use crate::ddp::pass::order::Member;
 use crate::ddp::reducer::{Part, Reducer};
-use crate::ddp::scaled;
 use crate::ddp::watch::non_finite::{Findings, OnNonFinite};
 use crate::panic::{lock, panic_message};
 use crate::process_group::{Active, Kind};

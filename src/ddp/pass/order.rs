@@ -2,7 +2,7 @@
 use crate::backend::label;
 use crate::ddp::model::DistributedModel;
 use crate::ddp::pass::graph::Graph;
-use crate::ddp::reducer::permutation;
+use crate::ddp::reducer::order::permutation;
 use crate::ddp::watch::verify;
 use crate::panic::lock;
 use crate::{Error, Result};

@@ -2,7 +2,7 @@
 use super::FusedOptimizer;
 use super::sharded::Sharded;
 use crate::backend::label;
-use crate::ddp::{DistributedDataParallel, JoinOptions, Joined, scaled};
+use crate::ddp::{DistributedDataParallel, JoinOptions, Joined, gradients::scaled};
 use crate::optim::clip::NormType;
 use crate::optim::rule::UpdateRule;
 use crate::process_group::{Active, Operation};

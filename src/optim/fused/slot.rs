@@ -1,6 +1,6 @@
 //! Parameters, and the parts of them that this rank updates.
 use crate::ddp::Shard;
-use crate::ddp::steps::Steps;
+use crate::ddp::gradients::steps::Steps;
 use crate::kernels;
 use crate::optim::parameters::ParameterGroup;
 use crate::optim::rule::{self, UpdateRule, state_dtype};

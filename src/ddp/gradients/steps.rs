@@ -1,6 +1,6 @@
 //! The models whose gradients are in a store, as optimizers, scalers and clipping see them. The mark of a model in the store identifies it.
-use super::reducer::Reducer;
 use crate::ddp::model::parameter::{Buffer, Variables};
+use crate::ddp::reducer::Reducer;
 use crate::hash::content_64;
 use crate::panic::lock;
 use candle_core::backprop::GradStore;
@@ -36,7 +36,7 @@ struct Step {
 }
 
 impl Steps {
-    pub(super) fn new(mark: &Var, variables: &Variables, sharded_by: Option<Arc<Reducer>>) -> Arc<Self> {
+    pub(in crate::ddp) fn new(mark: &Var, variables: &Variables, sharded_by: Option<Arc<Reducer>>) -> Arc<Self> {
         let ignored = || variables.ignored.iter().map(|Buffer { name, var }| (name, var));
         let steps = Arc::new(Self {
             mark: mark.clone(),
@@ -102,7 +102,7 @@ impl Steps {
     }
 
     /// Whether a step was left out since the last call.
-    pub(super) fn take_left_out(&self) -> bool {
+    pub(in crate::ddp) fn take_left_out(&self) -> bool {
         self.is_left_out.swap(false, Ordering::Relaxed)
     }
 
@@ -124,13 +124,13 @@ impl Steps {
     }
 
     /// The hashes of the last step, with names for messages.
-    pub(super) fn fingerprint(&self) -> Vec<(String, u64)> {
+    pub(in crate::ddp) fn fingerprint(&self) -> Vec<(String, u64)> {
         let Some(Step { options, numbers }) = *lock(&self.last) else { return Vec::new() };
         vec![("the optimizer's options".to_string(), options), ("the optimizer's number of steps".to_string(), numbers)]
     }
 
     /// From now on, the ranks need not have made the same steps.
-    pub(super) fn forget(&self) {
+    pub(in crate::ddp) fn forget(&self) {
         *lock(&self.last) = None;
     }
 }

@@ -1,4 +1,4 @@
-use super::reducer::Reducer;
+use super::Reducer;
 use crate::Result;
 use crate::state::StateDict;
 use candle_core::Tensor;
@@ -6,8 +6,8 @@ use std::collections::HashMap;
 use std::fmt;
 
 /// The state of the registered communication hook on this rank.
-pub(super) struct CommHookState<'a> {
-    pub(super) reducer: &'a Reducer,
+pub(in crate::ddp) struct CommHookState<'a> {
+    pub(in crate::ddp) reducer: &'a Reducer,
 }
 
 impl fmt::Debug for CommHookState<'_> {

@@ -1,12 +1,15 @@
 //! Detects whether the program still holds the gradients of a backward pass, which candle's `GradStore` cannot tell:
 //! the store gets an additional tensor, the mark, whose operation holds a reference.
-use super::reducer::Reducer;
-use super::steps::Steps;
+pub(crate) mod scaled;
+pub(crate) mod steps;
+
 use crate::ddp::model::parameter::Variables;
+use crate::ddp::reducer::Reducer;
 use crate::{Error, Result};
 use candle_core::backprop::GradStore;
 use candle_core::{CpuStorage, CudaStorage, CustomOp1, DType, Device, Layout, Shape, Tensor, TensorId, Var};
 use std::sync::{Arc, Weak};
+use steps::Steps;
 
 /// Creates a model's marks and finds them in stores.
 pub(super) struct Marks {

@@ -48,7 +48,7 @@ pub(crate) fn unmark(grads: &mut GradStore) {
 }
 
 /// Makes `to` scaled if `from` is.
-pub(super) fn pass_on(from: &mut GradStore, to: &mut GradStore) {
+pub(in crate::ddp) fn pass_on(from: &mut GradStore, to: &mut GradStore) {
     for key in lock(&KEYS).iter() {
         if let Some(mark) = from.remove(key) {
             to.insert(key, mark);
