@@ -7,14 +7,15 @@ pub(in crate::ddp) mod guards;
 pub(in crate::ddp) mod ignored;
 pub(in crate::ddp) mod join;
 pub(in crate::ddp) mod micro_batch;
+pub(in crate::ddp) mod options;
 pub(in crate::ddp) mod order;
 pub(in crate::ddp) mod parts;
 pub(in crate::ddp) mod settle;
 
 use crate::ddp::gradients::scaled;
 use crate::ddp::model::DistributedModel;
-use crate::ddp::pass::backward::Backward;
 use crate::ddp::pass::graph::Graph;
+use crate::ddp::pass::options::Backward;
 use crate::ddp::pass::order::Member;
 use crate::ddp::reducer::{Part, Reducer};
 use crate::ddp::watch::non_finite::{Findings, OnNonFinite};
