@@ -27,7 +27,7 @@ pub(super) enum Reduction {
     /// A communication hook gets the gradients of each bucket; the used flags of all buckets are sent separately.
     Hook(HookReduction),
     /// Each rank gets its part of each bucket (ZeRO).
-    Shard(ShardReduction),
+    Shard(Box<ShardReduction>),
     /// Gradients are added along the tree over the micro-batches (virtual ranks).
     Tree(TreeReduction),
 }
@@ -40,7 +40,7 @@ impl Reduction {
             (Sharding::Off, None) => Self::AllReduce,
             (Sharding::Off, Some(tree)) => Self::Tree(tree),
             (Sharding::Optimizer { .. } | Sharding::Blocks { .. }, tree) => {
-                Self::Shard(ShardReduction::new(groups, tree))
+                Self::Shard(Box::new(ShardReduction::new(groups, tree)))
             }
         })
     }
