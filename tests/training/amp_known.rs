@@ -108,7 +108,7 @@ fn an_overflow_in_any_parameter_skips_the_step_on_all_ranks() {
 #[test]
 fn two_models_may_have_a_scaler_that_was_made_for_one() {
     let run = |scaled: bool| {
-        let weights = ranks(2, |pg| {
+        ranks(2, |pg| {
             let maps = [VarMap::new(), VarMap::new()];
             let (first, second) = (model(&pg, &maps[0], Role::Parameter)?, model(&pg, &maps[1], Role::Ignored)?);
             let mut optimizers = [Sgd::new(&first, sgd())?, Sgd::new(&second, sgd())?];
@@ -127,8 +127,7 @@ fn two_models_may_have_a_scaler_that_was_made_for_one() {
                 }
             }
             Ok(maps.iter().flat_map(self::weights).collect::<Vec<_>>())
-        });
-        weights
+        })
     };
     assert_eq!(run(true), run(false));
 }

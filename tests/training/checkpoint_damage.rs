@@ -81,7 +81,7 @@ type Values = BTreeMap<String, String>;
 
 /// Saves steps 1 and 2 of a run of two ranks, whose samples depend on `run`. Returns the ranks' values after both.
 fn save(folder: &Path, run: u64) -> Vec<[Values; 2]> {
-    let saved = ranks(2, |pg| {
+    ranks(2, |pg| {
         let (mut training, mut checkpointer) = (Run::new(&pg)?, Checkpointer::new(&pg, folder, options())?);
         let mut values = [Values::new(), Values::new()];
         for step in 1..=2 {
@@ -91,8 +91,7 @@ fn save(folder: &Path, run: u64) -> Vec<[Values; 2]> {
         }
         checkpointer.finish()?;
         Ok(values)
-    });
-    saved
+    })
 }
 
 /// The files of one checkpoint.
@@ -115,7 +114,8 @@ fn copy(from: &Path, to: &Path) {
 /// The values that each of two ranks with these folders loads.
 fn load(folders: [&Path; 2]) -> Vec<std::result::Result<(Option<u64>, Values), Error>> {
     let links = tempfile::tempdir().unwrap();
-    let loaded = ranks(2, |pg| {
+
+    ranks(2, |pg| {
         // A checkpointer notices another disk when it is made, and not what happens to a disk afterwards.
         let link = links.path().join(pg.rank().to_string());
         symlink(folders[0], &link).unwrap();
@@ -126,8 +126,7 @@ fn load(folders: [&Path; 2]) -> Vec<std::result::Result<(Option<u64>, Values), E
         let step = checkpointer.load_latest(&mut run);
         let values = run.values()?;
         Ok(step.map(|step| (step, values)))
-    });
-    loaded
+    })
 }
 
 /// A way to damage a file.

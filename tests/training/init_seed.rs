@@ -7,7 +7,7 @@ use candle_nn::{Linear, VarBuilder, VarMap, batch_norm, linear};
 
 /// On each rank: the variables by name.
 fn build(world_size: usize, options: DdpOptions) -> Vec<Vec<(String, Vec<f32>)>> {
-    let models = ranks(world_size, |pg| {
+    ranks(world_size, |pg| {
         let net = |vb: VarBuilder| -> Result<(Linear, Linear), Error> {
             // The ranks would otherwise differ only in the values that candle draws.
             batch_norm(3, 1e-5, vb.pp("bn"))?;
@@ -15,8 +15,7 @@ fn build(world_size: usize, options: DdpOptions) -> Vec<Vec<(String, Vec<f32>)>>
         };
         let ddp = DistributedDataParallel::with_options(&pg, &VarMap::new(), net, options.clone())?;
         Ok(ddp.named_parameters().into_iter().map(|(name, var)| (name, floats(&var))).collect())
-    });
-    models
+    })
 }
 
 #[test]

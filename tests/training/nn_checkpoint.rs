@@ -126,7 +126,7 @@ fn hooks_fire_once_under_ddp() {
 #[test]
 fn batch_norms_update_their_statistics_once() {
     let run = |is_checkpointed: bool, is_synchronised: bool| {
-        let run = ranks(2, |pg| {
+        ranks(2, |pg| {
             let build = |vb: VarBuilder| -> Result<BatchNorm> {
                 if is_synchronised { sync_batch_norm(&pg, 6, 1e-5, vb) } else { batch_norm(6, 1e-5, vb) }
             };
@@ -143,8 +143,7 @@ fn batch_norms_update_their_statistics_once() {
                 ddp.backward(&y.sqr()?.mean_all()?)?;
             }
             Ok(ddp.named_buffers().iter().flat_map(|(_, var)| floats(var)).collect::<Vec<f32>>())
-        });
-        run
+        })
     };
     for is_synchronised in [false, true] {
         let plain = plain_statistics(is_synchronised);

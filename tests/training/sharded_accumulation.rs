@@ -202,7 +202,7 @@ fn lower_precision_accumulates_parts_too() {
     let precision = Precision::Half { param_dtype: DType::BF16, buffer_dtype: None };
     for (reduce_dtype, keep_low_precision_grads) in [(Some(DType::F32), false), (None, true)] {
         let buckets = Buckets { reduce_dtype, keep_low_precision_grads, ..options(Sharding::Off).buckets };
-        let half = DdpOptions { precision: precision.clone(), buckets, ..options(Sharding::Off) };
+        let half = DdpOptions { precision, buckets, ..options(Sharding::Off) };
         as_whole(&format!("{reduce_dtype:?}"), &half, false, 0.02, plain);
     }
 }
@@ -239,7 +239,7 @@ fn a_model_accumulates_next_to_another() {
 #[test]
 fn ranks_without_inputs_take_part_in_passes_under_no_sync() {
     let train = |sharding, divide_by_initial_world_size, weighted: bool, passes: &'static [usize]| {
-        let found = ranks(passes.len(), move |pg| {
+        ranks(passes.len(), move |pg| {
             let (ddp, mut optimizer) = made(&pg, options(sharding))?;
             let join = JoinOptions { divide_by_initial_world_size, ..Default::default() };
             let joined = optimizer.join(&ddp, join, |optimizer| {
@@ -257,8 +257,7 @@ fn ranks_without_inputs_take_part_in_passes_under_no_sync() {
             })?;
             assert!(joined.was_uneven);
             output(&ddp)
-        });
-        found
+        })
     };
     for passes in [&[3, 6][..], &[4, 9, 1], &[9, 2, 3]] {
         for (initial, weighted) in [(true, false), (false, false), (false, true)] {
@@ -323,7 +322,7 @@ fn a_failed_pass_drops_what_has_accumulated() {
     };
     for sharding in [Sharding::Optimizer { ranks: None }, blocks(None)] {
         let train = |fails: bool| {
-            let found = ranks(1, |pg| {
+            ranks(1, |pg| {
                 let (ddp, mut optimizer) = made(&pg, options(sharding))?;
                 for step in 0..STEPS {
                     if fails {
@@ -334,8 +333,7 @@ fn a_failed_pass_drops_what_has_accumulated() {
                     optimizer.step(&accumulated(&ddp, step)?)?;
                 }
                 output(&ddp)
-            });
-            found
+            })
         };
         assert_eq!(train(true), train(false), "{sharding:?}");
         // The others wait for a part.

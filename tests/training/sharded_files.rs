@@ -54,7 +54,7 @@ fn file(folder: &Path) -> (std::path::PathBuf, Vec<u8>) {
 
 /// Ranks load the file `path` of each of them, which fails on all. Returns the errors.
 fn refused(path: impl Fn(usize) -> std::path::PathBuf + Sync, options: LoadOptions) -> Vec<Error> {
-    let errors = ranks(3, |pg| {
+    ranks(3, |pg| {
         let varmap = VarMap::new();
         let _ddp = made(&pg, &varmap, SMALL)?;
         let before = values(&varmap);
@@ -62,8 +62,7 @@ fn refused(path: impl Fn(usize) -> std::path::PathBuf + Sync, options: LoadOptio
         assert_eq!(values(&varmap), before, "nothing is loaded");
         pg.barrier()?;
         Ok(error)
-    });
-    errors
+    })
 }
 
 fn is_file_error(error: &Error) -> bool {

@@ -91,7 +91,7 @@ fn save<R: UpdateRule + Sync + 'static>(folder: &Path, world_size: usize, zero: 
 }
 
 fn load<R: UpdateRule + Sync + 'static>(folder: &Path, world_size: usize, zero: bool, options: &[R; 2]) -> Vec<Values> {
-    let loaded = ranks(world_size, |pg| {
+    ranks(world_size, |pg| {
         let mut run = Run::new(&pg, zero, options)?;
         let resume = CheckpointerOptions { resume: true, ..Default::default() };
         let mut checkpointer = Checkpointer::new(&pg, folder, resume)?;
@@ -101,8 +101,7 @@ fn load<R: UpdateRule + Sync + 'static>(folder: &Path, world_size: usize, zero: 
         // It can continue to train.
         run.train(1)?;
         Ok(values)
-    });
-    loaded
+    })
 }
 
 fn every_pair<R: UpdateRule + Sync + 'static>(options: R) {

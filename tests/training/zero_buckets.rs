@@ -71,7 +71,7 @@ fn a_rank_that_lacks_gradients_does_not_stop_another_before_a_collective_of_the_
 #[test]
 fn steps_have_the_bits_of_plain_steps_and_with_accumulation_their_values() {
     let train = |world_size, zero: bool, accumulates: bool| {
-        let found = ranks(world_size, |pg| {
+        ranks(world_size, |pg| {
             let ddp = wrap(&pg, zero)?;
             let sgd = ParamsSgd { lr: 0.1, momentum: 0.9, ..Default::default() };
             let mut optimizer: Box<dyn Optimizer> = match zero {
@@ -89,8 +89,7 @@ fn steps_have_the_bits_of_plain_steps_and_with_accumulation_their_values() {
                 }
             }
             Ok(values(&ddp).concat())
-        });
-        found
+        })
     };
     for world_size in 1..=4 {
         assert_eq!(train(world_size, true, false), train(world_size, false, false), "{world_size} ranks");

@@ -74,7 +74,7 @@ fn steps_of_several_passes_are_counted_in_a_row() {
 #[test]
 fn one_micro_batch_under_no_sync_leaves_out_the_step() {
     let run = |bad: bool| {
-        let run = ranks(3, |pg| {
+        ranks(3, |pg| {
             let ddp = model(&pg, skip(1))?;
             let mut optimizer = sgd(&ddp)?;
             for step in (0..3u64).filter(|step| bad || *step != 1) {
@@ -92,8 +92,7 @@ fn one_micro_batch_under_no_sync_leaves_out_the_step() {
                 }
             }
             Ok(state(&ddp))
-        });
-        run
+        })
     };
     assert!(run(true) == run(false));
 }

@@ -23,7 +23,7 @@ fn adam(ddp: &Ddp) -> Result<Box<dyn Optimizer>> {
 
 /// The state of all ranks after steps of which one is `bad` on the last rank, or None: all ranks leave it out themselves.
 fn run(world_size: usize, options: &DdpOptions, make: Make, bad: Option<Bad>) -> Vec<Vec<f32>> {
-    let run = ranks(world_size, |pg| {
+    ranks(world_size, |pg| {
         let ddp = model(&pg, options.clone())?;
         let mut optimizer = make(&ddp)?;
         for step in 0..STEPS {
@@ -38,8 +38,7 @@ fn run(world_size: usize, options: &DdpOptions, make: Make, bad: Option<Bad>) ->
         }
         assert_eq!(ddp.skipped_steps(), u64::from(bad.is_some()), "{bad:?}");
         Ok(state(&ddp))
-    });
-    run
+    })
 }
 
 fn assert_left_out(options: &DdpOptions, make: Make) {
