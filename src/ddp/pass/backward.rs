@@ -103,7 +103,7 @@ use std::panic::Location;
 /// ```
 ///
 /// # Virtual ranks
-/// With [`micro_batch`](Backward::micro_batch), a step is one pass for each micro-batch. While that of the last one runs, the buckets are sent.
+/// With [`micro_batch`](Backward::micro_batch), a step is one pass for each micro-batch. The buckets are sent during the last one.
 ///
 /// ```
 /// # use candle_core::{DType, Tensor};
@@ -237,8 +237,8 @@ fn copy_of(grads: &GradStore) -> GradStore {
     same
 }
 
-/// What the pass of a micro-batch returns of `all` gradients: those of parameters, which the last one of a step has. Gradients of
-/// anything else are those of this micro-batch alone.
+/// Selects what the pass of a micro-batch returns: the gradients of parameters, if it is the last pass of a step. All other gradients
+/// belong to this micro-batch alone.
 fn of_step(mut all: GradStore, pass: &Pass) -> GradStore {
     if non_finite::is_skipped(&all) {
         return all;

@@ -143,7 +143,7 @@ pub(in crate::ddp) fn check(pass: &Pass) -> Result<()> {
         model.reducer.check_accumulated(pass.count.is_some())?;
         match (pass.micro_batch, model.group().virtual_ranks()) {
             (None, Some(_)) => {
-                let reason = "under virtual ranks, each pass is that of a micro-batch, and needs its number: call \
+                let reason = "under virtual ranks, each pass belongs to a micro-batch and needs its number: call \
                               `backward_with(&loss, &[&ddp], Backward { micro_batch: Some(number), .. })` for each";
                 return Err(Error::invalid("micro_batch", reason));
             }

@@ -1,4 +1,4 @@
-//! What a backward pass is given besides its loss and its models.
+//! The options of a backward pass.
 use candle_core::backprop::GradStore;
 
 /// How [`backward_with`](crate::backward_with) averages gradients, of which micro-batch, and whether it adds them to others.

@@ -1,4 +1,4 @@
-//! What DDP observes while it trains: gradients that are not finite, ranks that differ, the pace.
+//! Observations of training: gradients that are not finite, ranks that differ, the pace.
 pub(in crate::ddp) mod first;
 pub(crate) mod non_finite;
 pub(in crate::ddp) mod pace;

@@ -14,7 +14,7 @@ use candle_core::Tensor;
 use candle_core::backprop::GradStore;
 use std::sync::Arc;
 
-/// What an optimizer has of a sharded model. Its parameters are the first slots.
+/// An optimizer's part of a sharded model, whose parameters are the first slots.
 pub(super) struct Sharded {
     pub(super) reducer: Arc<Reducer>,
     /// One for each bucket.

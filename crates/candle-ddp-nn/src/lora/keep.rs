@@ -1,4 +1,4 @@
-//! Who keeps the frozen tensors of models with adapters.
+//! The owner of the frozen tensors of models with adapters.
 use candle_core::{Result, Tensor};
 use std::cell::RefCell;
 use std::rc::Rc;
@@ -25,7 +25,7 @@ pub fn keeping_frozen<T>(keep: Keep, build: impl FnOnce() -> T) -> T {
     build()
 }
 
-/// What the model holds of a frozen tensor.
+/// Returns the tensor that the model holds in place of a frozen one.
 pub(super) fn kept(name: &str, tensor: Tensor) -> Result<Tensor> {
     match KEEP.with_borrow(Clone::clone) {
         Some(keep) => keep(name, &tensor),
