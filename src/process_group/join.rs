@@ -19,7 +19,7 @@ pub(crate) enum Operation {
     Unscale,
 }
 
-/// What a backward pass does with the gradients that it sends.
+/// The ways in which a backward pass reduces its gradients.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Kind {
     /// Otherwise its gradients accumulate, under `no_sync`.

@@ -1,4 +1,4 @@
-//! What tests do in the middle of a backward pass.
+//! Operations that act in the middle of a backward pass.
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CudaStorage, CustomOp1, Layout, Result, Shape, Tensor};
 use std::sync::Arc;

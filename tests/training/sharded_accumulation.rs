@@ -74,7 +74,7 @@ fn made(pg: &ProcessGroup, options: DdpOptions) -> Result<(Ddp, AdamW)> {
     Ok((ddp, optimizer))
 }
 
-/// What the model says to other inputs.
+/// Returns the outputs of the model for other inputs.
 fn output(ddp: &Ddp) -> Result<Vec<f64>> {
     let x = ddp.cast_forward_inputs(&batch(9, 99)?)?;
     let y = no_grad(|| ddp.call(|net| net.forward(&x, true)))?;
@@ -315,7 +315,7 @@ fn unequal_numbers_of_passes_are_an_error_on_all_ranks() {
 
 #[test]
 fn a_failed_pass_drops_what_has_accumulated() {
-    // A variable that the loss uses beside the model.
+    // A variable outside of the model, on which the loss depends.
     let wrong = |ddp: &Ddp, pass| -> Result<Tensor> {
         let (_, var) = &ddp.named_parameters()[0];
         Ok((loss(ddp, pass, true)? + var.sum_all()?)?)
