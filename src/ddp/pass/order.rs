@@ -21,7 +21,7 @@ pub(in crate::ddp) struct Member<'a> {
 impl Member<'_> {
     /// Whether it sends its buckets.
     pub(in crate::ddp) fn sends(&self) -> bool {
-        self.synchronises || self.core.reducer.adds_up_parts()
+        self.core.reducer.sends(self.synchronises)
     }
 }
 

@@ -265,7 +265,7 @@ impl Reducer {
         }
         state.make_place(bucket, self.trace())?;
         let in_parts = state.reduction.adds_up_parts();
-        let sends = part.synchronises || in_parts;
+        let sends = state.reduction.sends(part.synchronises);
         let write = match part.leaf {
             Some(leaf) => state.buckets[bucket].write(leaf),
             None => {
@@ -315,7 +315,7 @@ impl Reducer {
     /// this one's, then lets the next model send its own.
     pub(crate) fn launch_remaining(&self) -> Result<()> {
         self.advance(|part, state| {
-            if !part.synchronises && !state.reduction.adds_up_parts() {
+            if !state.reduction.sends(part.synchronises) {
                 return Ok(());
             }
             part.used = vec![true; state.parameters.len()];

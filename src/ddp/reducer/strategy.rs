@@ -75,9 +75,9 @@ impl Reducer {
         matches!(&self.lock().reduction, Reduction::Shard(shard) if !shard.has_optimizer())
     }
 
-    /// Whether the model sends gradients in passes under `no_sync` too.
-    pub(crate) fn adds_up_parts(&self) -> bool {
-        self.lock().reduction.adds_up_parts()
+    /// Whether the model sends gradients in a pass that `synchronises` it or, under `no_sync`, does not.
+    pub(crate) fn sends(&self, synchronises: bool) -> bool {
+        self.lock().reduction.sends(synchronises)
     }
 
     /// Whether each rank gets its part of the gradients.

@@ -87,6 +87,11 @@ impl Reduction {
         matches!(self, Self::Shard(shard) if shard.tree().is_none())
     }
 
+    /// Whether a pass that `synchronises` or, under `no_sync`, does not, sends its buckets.
+    pub(super) fn sends(&self, synchronises: bool) -> bool {
+        synchronises || self.adds_up_parts()
+    }
+
     /// Begins a backward pass, which ends a step if it `is_last`. `adds_up`: its gradients are added to those that the shards hold.
     pub(super) fn begin(&mut self, adds_up: bool, is_last: bool, divisor: usize) -> Result<()> {
         match self {
