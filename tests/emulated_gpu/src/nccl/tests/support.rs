@@ -1,8 +1,8 @@
 //! Ranks for tests.
+use super::super::Code;
 use super::super::handles::{self, Handle};
 use super::super::peer_info::{PRETENDED, PeerInfo};
 use super::super::wire::Dtype;
-use super::super::Code;
 pub(super) use super::super::{calls::*, ffi::*};
 use super::LAST_ERROR_HERE;
 use crate::stream::{Stream, find};
