@@ -23,6 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 LISTINGS = {
     "candle_ddp": ROOT / "docs" / "public-api.txt",
+    "candle_ddp_base": ROOT / "docs" / "public-api-base.txt",
     "candle_ddp_data": ROOT / "docs" / "public-api-data.txt",
     "candle_ddp_nn": ROOT / "docs" / "public-api-nn.txt",
     "candle_ddp_tensor": ROOT / "docs" / "public-api-tensor.txt",

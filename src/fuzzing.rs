@@ -21,16 +21,16 @@ pub fn pickle(data: &[u8]) {
 }
 
 /// Indexes of checkpoints, the flight recorder's files, and traces; the first byte selects one. The tests of
-/// candle-ddp-rendezvous cover the seeds of the formats that it reads.
+/// candle-ddp-base cover the seeds of the formats that it reads.
 #[cfg_attr(test, allow(unreachable_pub))]
 pub fn json(data: &[u8]) {
     let Some((kind, text)) = data.split_first() else { return };
     match kind % 3 {
         0 => crate::checkpoint::fuzz_index(text),
         #[cfg(fuzzing)]
-        1 => candle_ddp_rendezvous::flight_record::fuzz_records(text),
+        1 => candle_ddp_base::flight_record::fuzz_records(text),
         #[cfg(fuzzing)]
-        2 => candle_ddp_rendezvous::trace::fuzz_events(text),
+        2 => candle_ddp_base::trace::fuzz_events(text),
         _ => {}
     }
 }

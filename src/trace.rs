@@ -14,8 +14,8 @@
 //! [trace event format]: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 use crate::backend::Work;
 #[doc(inline)]
-pub use candle_ddp_rendezvous::trace::merge;
-pub(crate) use candle_ddp_rendezvous::trace::{Row, Trace};
+pub use candle_ddp_base::trace::merge;
+pub(crate) use candle_ddp_base::trace::{Row, Trace};
 use std::fmt::{self, Display};
 
 /// The environment variable for the trace folder, used if the options do not set one.

@@ -33,7 +33,7 @@ mod transformer_flops;
 mod writer;
 
 #[doc(inline)]
-pub use candle_ddp_rendezvous::put_metric;
+pub use candle_ddp_base::metrics::put_metric;
 pub use confusion_matrix::{Average, ConfusionMatrix};
 pub use in_order::gather_in_order;
 pub use multiclass_auroc::MulticlassAuroc;

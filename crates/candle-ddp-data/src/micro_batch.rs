@@ -1,6 +1,6 @@
 //! Micro-batches with their numbers, for virtual ranks.
 use super::{LoaderIter, LoaderState};
-use candle_ddp_rendezvous::panic::lock;
+use candle_ddp_base::panic::lock;
 use candle_ddp_state::Result;
 use candle_ddp_state::seed::Generator;
 use candle_ddp_tensor::seed::forget_draws;

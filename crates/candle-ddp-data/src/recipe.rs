@@ -1,6 +1,6 @@
 //! How samples are read and batches are made, whichever thread does it.
 use super::Dataset;
-use candle_ddp_rendezvous::panic::panic_message;
+use candle_ddp_base::panic::panic_message;
 use candle_ddp_state::seed::Generator;
 use candle_ddp_state::{Error, Result};
 use std::panic::{AssertUnwindSafe, catch_unwind};

@@ -6,10 +6,10 @@
 use super::order::Batches;
 use super::recipe::Recipe;
 use super::{Dataset, LoaderOptions};
-use candle_ddp_rendezvous::activity::during;
-use candle_ddp_rendezvous::error::some;
-use candle_ddp_rendezvous::panic::{lock, wait, wait_timeout};
-use candle_ddp_rendezvous::warnings::warn_aloud;
+use candle_ddp_base::activity::during;
+use candle_ddp_base::panic::{lock, wait, wait_timeout};
+use candle_ddp_base::text::some;
+use candle_ddp_base::warnings::warn_aloud;
 use candle_ddp_state::{Error, Result};
 use std::cell::Cell;
 use std::collections::VecDeque;

@@ -4,7 +4,7 @@ use crate::label::Label;
 use crate::operation::Operation;
 use crate::reduce_op::ReduceOp;
 use crate::shape::ShapeCode;
-use candle_ddp_rendezvous::wire::{Reader, Writer};
+use candle_ddp_base::wire::{Reader, Writer};
 use std::fmt;
 
 /// The element types that the engines move and reduce.

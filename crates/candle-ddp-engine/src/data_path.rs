@@ -1,12 +1,12 @@
 //! Decides, while a group is created, how its data travels.
 use crate::descriptors::{self, check_limit};
-use crate::error::ranks;
 use crate::hosts::Hosts;
 use crate::options::CpuTransport;
 use crate::shm::{Discovered, Discovery, Layout, PeerInfo, ShmGroup};
 use crate::tcp::connect::Connections;
 use crate::tcp::connector::Connector;
 use crate::{Error, Result};
+use candle_ddp_base::text::ranks;
 
 /// How a rank's data travels.
 pub(crate) struct DataPath {

@@ -47,8 +47,9 @@ mod texts;
 mod transport_error;
 mod work_queue;
 
+use candle_ddp_base::{deadline, descriptors, host, panic, random, thread, warnings};
 use candle_ddp_rendezvous as rendezvous;
-use candle_ddp_rendezvous::{deadline, descriptors, error, host, panic, random, thread, warnings};
+use candle_ddp_rendezvous::error;
 
 pub use call::{Call, Channel, Element};
 pub use call_site::CallSite;

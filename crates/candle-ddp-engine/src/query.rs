@@ -7,7 +7,7 @@ use crate::standing::Membership;
 use crate::state::Query;
 use crate::tcp::frame::Frame;
 use crate::tcp::handshake::Kind;
-use candle_ddp_rendezvous::wire::{Reader, Writer};
+use candle_ddp_base::wire::{Reader, Writer};
 use std::time::{Duration, Instant};
 
 /// Monitors answer at once, even on a busy machine: a process that does not is stopped or unreachable.

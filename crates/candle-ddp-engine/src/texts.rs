@@ -1,7 +1,7 @@
 //! Texts that travel as numbers: of labels, of shapes, and of the places from which the program calls. A rank knows the texts of
 //! its own calls. It learns the texts of other ranks' calls from their reports, when something has failed.
 use crate::panic::lock;
-use candle_ddp_rendezvous::hash::fnv1a_32;
+use candle_ddp_base::hash::fnv1a_32;
 use std::collections::BTreeMap;
 use std::sync::Mutex;
 

@@ -7,8 +7,9 @@
 //! Ranks are threads that speak the real protocol over TCP, and rank 0 hosts the store, all in one process. Bytes are those of
 //! the loopback device with all headers, so the program must be alone in its network namespace; processor time is that of all
 //! ranks and the store together.
-use candle_ddp_rendezvous::reading::Reading;
-use candle_ddp_rendezvous::{RendezvousOptions, Secret, descriptors, rendezvous};
+use candle_ddp_base::descriptors;
+use candle_ddp_base::reading::Reading;
+use candle_ddp_rendezvous::{RendezvousOptions, Secret, rendezvous};
 use std::net::TcpListener;
 use std::sync::Barrier;
 use std::time::Duration;

@@ -1,6 +1,6 @@
 use crate::error::Failure;
-use crate::panic::lock;
 use crate::{Error, Result};
+use candle_ddp_base::panic::lock;
 use std::sync::Mutex;
 
 /// A shared cancellation signal: ends all waits that use it, with a single reason.

@@ -1,5 +1,6 @@
 use super::{loopback, mpi, slurm};
 use crate::{Error, Result};
+use candle_ddp_base::MOST_RANKS;
 use candle_ddp_env::{PROCESS, Variables};
 use std::ffi::OsString;
 use std::net::Ipv6Addr;
@@ -83,10 +84,6 @@ impl Environment {
         Ok(environment)
     }
 }
-
-/// The largest number of ranks. It bounds the memory and the time that ranks cost, whatever the environment, a program or the store
-/// says.
-pub const MOST_RANKS: usize = 1 << 20;
 
 impl Launcher {
     /// Its name in messages.

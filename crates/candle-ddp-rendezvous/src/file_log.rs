@@ -1,6 +1,6 @@
 //! The file behind a [`FileStore`](super::FileStore): a log of changes with its locks.
-use crate::hash::fnv1a_32;
 use crate::{Error, Result};
+use candle_ddp_base::hash::fnv1a_32;
 use rustix::fs::OFlags;
 use std::fs::{File, OpenOptions, Permissions, TryLockError};
 use std::io::{self, Read, Seek, SeekFrom, Write};
@@ -143,10 +143,8 @@ impl FileLog {
         let mut start = Vec::new();
         (&mut data).take(MAGIC.len() as u64).read_to_end(&mut start).map_err(context)?;
         if !MAGIC.starts_with(&start) {
-            return Err(Error::InvalidArgument {
-                argument: "init_method",
-                reason: format!("the file {} exists and is not a store: choose another one", path.display()),
-            });
+            let reason = format!("the file {} exists and is not a store: choose another one", path.display());
+            return Err(Error::invalid("init_method", reason));
         }
         // Files left by an earlier version may be readable by other users.
         data.set_permissions(Permissions::from_mode(MODE)).map_err(context)?;

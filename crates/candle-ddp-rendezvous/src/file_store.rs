@@ -1,9 +1,9 @@
 use super::Store;
 use super::file_log::{Access, FileLog};
 use super::hash_store::parse_counter;
-use crate::deadline::deadline_after;
-use crate::panic::lock;
 use crate::{Error, Result};
+use candle_ddp_base::deadline::deadline_after;
+use candle_ddp_base::panic::lock;
 use std::collections::HashMap;
 use std::path::Path;
 use std::sync::{Arc, Mutex};

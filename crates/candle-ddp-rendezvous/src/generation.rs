@@ -63,7 +63,7 @@ impl Decision {
 /// decision, which must not grow with their number.
 mod runs {
     use super::Member;
-    use crate::environment::MOST_RANKS as MOST;
+    use candle_ddp_base::MOST_RANKS as MOST;
     use serde::de::Error;
     use serde::{Deserialize, Deserializer, Serialize, Serializer};
 

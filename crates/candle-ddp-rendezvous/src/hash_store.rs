@@ -1,7 +1,7 @@
 use super::Store;
-use crate::deadline::deadline_after;
-use crate::panic::{lock, wait_timeout};
 use crate::{Error, Result};
+use candle_ddp_base::deadline::deadline_after;
+use candle_ddp_base::panic::{lock, wait_timeout};
 use std::collections::HashMap;
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};

@@ -1,9 +1,9 @@
 //! The store that a launcher or rank 0 hosts for a job.
 use super::tcp_store::{Listening, RUN_ID};
 use super::{Secret, Store, TcpStoreServer, TcpStoreServerOptions};
-use crate::descriptors::check_limit;
-use crate::panic::lock;
 use crate::{Error, Result};
+use candle_ddp_base::descriptors::check_limit;
+use candle_ddp_base::panic::lock;
 use std::io::ErrorKind;
 use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
@@ -39,7 +39,7 @@ pub fn host(
 /// Checks that this process may have as many connections open as the store of `ranks` ranks needs.
 ///
 /// # Errors
-/// Returns [`Error::InvalidArgument`], with the number that is needed.
+/// Returns [`InvalidArgument`](candle_ddp_base::Error::InvalidArgument), with the number that is needed.
 pub fn check_room(ranks: usize) -> Result<()> {
     // The connections of all ranks may take three quarters of the limit. Some are open already.
     let purpose = format!("the store of {ranks} rank(s), which this process hosts");
@@ -67,7 +67,9 @@ pub(super) fn host_shared(
     let deadline = Instant::now() + RELEASE;
     let server = loop {
         match host(listening, run_id, secret, false, 0, &[]) {
-            Err(Error::Io { error, .. }) if error.kind() == ErrorKind::AddrInUse && Instant::now() < deadline => {
+            Err(Error::Base(candle_ddp_base::Error::Io { error, .. }))
+                if error.kind() == ErrorKind::AddrInUse && Instant::now() < deadline =>
+            {
                 std::thread::sleep(Duration::from_millis(20));
             }
             result => break Arc::new(result?),

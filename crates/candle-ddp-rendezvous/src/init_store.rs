@@ -1,8 +1,8 @@
 use super::cancellation::Cancellation;
 use super::progress::Reporter;
 use super::{FileStore, HashStore, LastWill, Store, TcpStore};
-use crate::panic::lock;
 use crate::{Error, Result};
+use candle_ddp_base::panic::lock;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 

@@ -2,11 +2,11 @@
 use super::Store;
 use super::plan::Origin;
 use super::store::absent_ranks;
-use crate::error::some;
-use crate::host::{boot_id, host_name};
 use crate::json::{decide, decode};
-use crate::warnings::warn_aloud;
 use crate::{Error, Result};
+use candle_ddp_base::host::{boot_id, host_name};
+use candle_ddp_base::text::some;
+use candle_ddp_base::warnings::warn_aloud;
 use std::collections::HashMap;
 use std::net::IpAddr;
 use std::time::{Duration, Instant};

@@ -6,27 +6,13 @@
 //! This is the part that [candle-ddp](https://docs.rs/candle-ddp) and its launcher, `ddprun`, have in common; programs
 //! use its stores as `candle_ddp::rendezvous`. It does not depend on candle. Items hidden from the documentation are for these
 //! two only, and change with them.
-#[doc(hidden)]
-pub mod activity;
 mod cancellation;
-#[doc(hidden)]
-pub mod deadline;
-#[doc(hidden)]
-pub mod descriptors;
 mod environment;
 pub mod error;
-#[doc(hidden)]
-pub mod file;
 mod file_log;
 mod file_store;
-#[doc(hidden)]
-pub mod flight_record;
 mod generation;
-#[doc(hidden)]
-pub mod hash;
 mod hash_store;
-#[doc(hidden)]
-pub mod host;
 mod hosting;
 mod init_method;
 mod init_store;
@@ -38,36 +24,20 @@ mod last_will;
 #[doc(hidden)]
 pub mod liveness;
 mod meeting;
-mod metrics;
 mod mpi;
 mod options;
-#[doc(hidden)]
-pub mod panic;
 mod plan;
 mod prefix_store;
 mod progress;
-#[doc(hidden)]
-pub mod random;
-#[doc(hidden)]
-pub mod reading;
 mod reports;
 #[doc(hidden)]
 pub mod secret;
 mod slurm;
 mod store;
 mod tcp_store;
-#[doc(hidden)]
-pub mod thread;
-pub mod trace;
-#[doc(hidden)]
-pub mod warnings;
-#[doc(hidden)]
-pub mod wire;
 
 #[doc(hidden)]
 pub use cancellation::{Cancellation, Reason};
-#[doc(hidden)]
-pub use environment::MOST_RANKS;
 pub use environment::{Environment, Launcher};
 pub use error::{Error, Failure, Result};
 pub use file_store::FileStore;
@@ -85,8 +55,6 @@ pub use last_will::LastWill;
 #[doc(hidden)]
 pub use meeting::{Meeting, RunStore, meet};
 pub use meeting::{Rendezvous, rendezvous};
-#[doc(hidden)]
-pub use metrics::{hide_written_metrics, put_metric, show_written_metric};
 pub use options::RendezvousOptions;
 #[doc(hidden)]
 pub use plan::STORE_VARIABLE;
@@ -127,13 +95,6 @@ mod fuzz_seeds {
     fn no_seed_fails() {
         for seed in seeds("store_protocol") {
             crate::fuzz_store_protocol(&seed);
-        }
-        for seed in seeds("json") {
-            match seed.split_first() {
-                Some((kind, text)) if kind % 3 == 1 => crate::flight_record::fuzz_records(text),
-                Some((kind, text)) if kind % 3 == 2 => crate::trace::fuzz_events(text),
-                _ => {}
-            }
         }
     }
 }

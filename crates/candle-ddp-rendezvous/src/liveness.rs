@@ -4,8 +4,8 @@
 //! Each rank writes its heartbeats and watches those of the next rank in a [`Ring`]. The first failure that a rank writes is the
 //! failure of all ([`decide`](crate::json::decide)); for a rank whose process ends, the store writes one
 //! ([`leave_will`]). A process that hosts the store ends last ([`await_heard`]).
-use crate::wire::Writer;
 use crate::{LastWill, Result, Store};
+use candle_ddp_base::wire::Writer;
 use std::time::{Duration, Instant};
 
 /// How many times in a row a heartbeat was read that had not changed.

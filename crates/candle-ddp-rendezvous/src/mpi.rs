@@ -1,5 +1,5 @@
 //! The job id that an MPI launcher provides, from which all ranks derive a port.
-use crate::hash::fnv1a_64;
+use candle_ddp_base::hash::fnv1a_64;
 
 /// The id of an Open MPI job: the same on all its ranks, and different from every other job's on this host.
 pub(super) fn open_mpi_job(text: impl Fn(&str) -> Option<String>) -> Option<String> {

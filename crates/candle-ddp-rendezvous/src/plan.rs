@@ -1,7 +1,7 @@
 //! Combining options, init method and environment.
-use super::environment::MOST_RANKS;
 use super::{Environment, InitMethod, Launcher, Location, RendezvousOptions};
 use crate::{Error, Result};
+use candle_ddp_base::MOST_RANKS;
 use candle_ddp_env::PROCESS;
 use std::path::PathBuf;
 

@@ -1,9 +1,10 @@
 //! How a rank under `ddprun` reports its progress: it writes a document into the store of the run, which `ddprun
 //! status` reads.
 use super::json::encode;
-use super::{Secret, Store, TcpStore, TcpStoreOptions, metrics};
+use super::{Secret, Store, TcpStore, TcpStoreOptions};
 use crate::Result;
-use crate::host::host_name;
+use candle_ddp_base::host::host_name;
+use candle_ddp_base::metrics;
 use serde::{Deserialize, Serialize};
 use std::cell::Cell;
 use std::collections::{BTreeMap, VecDeque};
@@ -79,7 +80,7 @@ pub struct RankStatus {
     pub waited: Option<f64>,
     /// The share of the time for which it has done so in the last seconds.
     pub waiting: Option<f64>,
-    /// The newest values of [`put_metric`](crate::put_metric), as text, since JSON has no infinite numbers.
+    /// The newest values of [`put_metric`](candle_ddp_base::metrics::put_metric), as text, since JSON has no infinite numbers.
     pub metrics: BTreeMap<String, String>,
 }
 

@@ -1,7 +1,7 @@
 //! The secret that the processes of a job share.
-use crate::random::random_bytes;
-use crate::warnings::warn_aloud;
 use crate::{Error, Result};
+use candle_ddp_base::random::random_bytes;
+use candle_ddp_base::warnings::warn_aloud;
 use candle_ddp_env::PROCESS;
 use hmac::digest::{Key, KeyInit};
 use hmac::{Hmac, Mac};
@@ -40,7 +40,7 @@ impl Secret {
     /// A random secret of 256 bits.
     ///
     /// # Errors
-    /// Returns [`Error::Io`] if the system has no random numbers.
+    /// Returns [`Io`](candle_ddp_base::Error::Io) if the system has no random numbers.
     pub fn random() -> Result<Self> {
         Ok(Self::from_bytes(random_bytes::<32>()?))
     }
@@ -52,7 +52,7 @@ impl Secret {
     /// The secret `text`, without surrounding spaces.
     ///
     /// # Errors
-    /// Returns [`Error::InvalidArgument`] if it has fewer than 32 characters, or several lines.
+    /// Returns [`InvalidArgument`](candle_ddp_base::Error::InvalidArgument) if it has fewer than 32 characters, or several lines.
     pub fn new(text: &str) -> Result<Self> {
         Self::checked(text).map_err(|reason| Error::invalid("secret", reason))
     }
@@ -62,7 +62,7 @@ impl Secret {
     ///
     /// # Errors
     /// Returns [`Error::InvalidEnvironment`], without the value, if it has fewer than 32 characters or several lines, and
-    /// [`Error::Io`] if the file cannot be read.
+    /// [`Io`](candle_ddp_base::Error::Io) if the file cannot be read.
     pub fn from_env() -> Result<Option<Self>> {
         let invalid = |variable: &str, value: String, reason| {
             let variable = variable.to_string();

@@ -1,15 +1,15 @@
 //! Hashes by which ranks compare values and files.
-use candle_ddp_rendezvous::hash::{CONTENT_PART, content_of_parts, content_part};
+use candle_ddp_base::hash::{CONTENT_PART, content_of_parts, content_part};
 use rayon::prelude::*;
 
-/// The hash [`content_64`](candle_ddp_rendezvous::hash::content_64), by rayon's threads.
+/// The hash [`content_64`](candle_ddp_base::hash::content_64), by rayon's threads.
 pub fn content_64(bytes: &[u8]) -> u64 {
     let mut hash = ContentHash::default();
     hash.add(bytes);
     hash.finish()
 }
 
-/// The hash [`content_64`](candle_ddp_rendezvous::hash::content_64) of content that comes in parts. All but the last have a multiple of [`CONTENT_PART`] bytes.
+/// The hash [`content_64`](candle_ddp_base::hash::content_64) of content that comes in parts. All but the last have a multiple of [`CONTENT_PART`] bytes.
 #[derive(Debug, Default)]
 pub(crate) struct ContentHash {
     length: usize,
@@ -41,14 +41,10 @@ mod tests {
     fn threads_compute_the_same_hash() {
         let bytes: Vec<u8> = (0..3 * CONTENT_PART + 13).map(|at| (at % 251) as u8).collect();
         for length in [0, 1, CONTENT_PART, CONTENT_PART + 1, bytes.len()] {
-            assert_eq!(
-                content_64(&bytes[..length]),
-                candle_ddp_rendezvous::hash::content_64(&bytes[..length]),
-                "{length}"
-            );
+            assert_eq!(content_64(&bytes[..length]), candle_ddp_base::hash::content_64(&bytes[..length]), "{length}");
             let mut parts = ContentHash::default();
             bytes[..length].chunks(2 * CONTENT_PART).for_each(|part| parts.add(part));
-            assert_eq!(parts.finish(), candle_ddp_rendezvous::hash::content_64(&bytes[..length]), "{length}");
+            assert_eq!(parts.finish(), candle_ddp_base::hash::content_64(&bytes[..length]), "{length}");
         }
     }
 }

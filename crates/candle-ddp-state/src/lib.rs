@@ -15,7 +15,8 @@ pub mod state;
 pub mod variables;
 pub mod weights;
 
-use candle_ddp_rendezvous::{self as rendezvous, panic, warnings};
+use candle_ddp_base::{panic, warnings};
+use candle_ddp_rendezvous as rendezvous;
 use candle_ddp_tensor as tensor;
 
 pub use error::{Context, Error, Failure, Result};

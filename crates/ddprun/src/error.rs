@@ -38,9 +38,17 @@ pub(super) enum Error {
 impl From<candle_ddp_rendezvous::Error> for Error {
     fn from(error: candle_ddp_rendezvous::Error) -> Self {
         match error {
-            candle_ddp_rendezvous::Error::InvalidArgument { argument, reason } => Self::usage(argument, reason),
+            candle_ddp_rendezvous::Error::Base(candle_ddp_base::Error::InvalidArgument { argument, reason }) => {
+                Self::usage(argument, reason)
+            }
             error => Self::Library(error),
         }
+    }
+}
+
+impl From<candle_ddp_base::Error> for Error {
+    fn from(error: candle_ddp_base::Error) -> Self {
+        candle_ddp_rendezvous::Error::from(error).into()
     }
 }
 
@@ -50,7 +58,7 @@ impl Error {
     }
 
     pub(super) fn io(context: impl Into<String>, error: impl Into<std::io::Error>) -> Self {
-        candle_ddp_rendezvous::Error::io(context, error).into()
+        candle_ddp_base::Error::io(context, error).into()
     }
 
     /// The launcher's exit code.

@@ -4,7 +4,7 @@ use super::error::{Error, Result};
 use super::nodes::News;
 use super::output::{Incoming, Remains};
 use super::signal;
-use candle_ddp_rendezvous::thread;
+use candle_ddp_base::thread;
 use signal_hook::consts::{SIGCHLD, SIGCONT, SIGTSTP, SIGWINCH};
 use signal_hook::iterator::Signals;
 use std::sync::mpsc::{Receiver, Sender, channel};

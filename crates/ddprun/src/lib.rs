@@ -58,8 +58,8 @@ mod watch;
 mod worker;
 
 use agent::Agent;
+use candle_ddp_base::flight_record;
 use candle_ddp_env::PROCESS;
-use candle_ddp_rendezvous::flight_record;
 use cargo::Built;
 use clap::{CommandFactory, Parser};
 use cli::Cli;
@@ -156,7 +156,9 @@ impl End {
 /// Returns the error's text, with a hint if a resource of the system has run out.
 fn describe(error: &Error) -> String {
     let hint = match error {
-        Error::Library(candle_ddp_rendezvous::Error::Io { error, .. }) => worker::resource_hint(error),
+        Error::Library(candle_ddp_rendezvous::Error::Base(candle_ddp_base::Error::Io { error, .. })) => {
+            worker::resource_hint(error)
+        }
         _ => None,
     };
     hint.map_or_else(|| error.to_string(), |hint| format!("{error}. Hint: {hint}"))
@@ -173,8 +175,8 @@ fn list_variables() {
 }
 
 fn merge_traces(folder: &Path) -> Result<End> {
-    let (path, ranks, old) = candle_ddp_rendezvous::trace::merge_newest(folder)?;
-    old.iter().for_each(|file| message(candle_ddp_rendezvous::trace::left_out(file)));
+    let (path, ranks, old) = candle_ddp_base::trace::merge_newest(folder)?;
+    old.iter().for_each(|file| message(candle_ddp_base::trace::left_out(file)));
     message(format_args!("{} shows {ranks} ranks: open it at https://ui.perfetto.dev", path.display()));
     Ok(End::now(0))
 }

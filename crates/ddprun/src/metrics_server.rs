@@ -6,7 +6,7 @@
 //! have not asked yet gives way.
 use super::error::{Error, Result};
 use super::status::{Source, prometheus};
-use candle_ddp_rendezvous::thread;
+use candle_ddp_base::thread;
 use rustix::net::{SendFlags, send};
 use std::io::{self, ErrorKind, Read, Write};
 use std::net::{IpAddr, Shutdown, SocketAddr, TcpListener, TcpStream};

@@ -1,6 +1,6 @@
 //! A thread that writes to stdout or stderr, so that nothing else blocks if the output is not read.
-use candle_ddp_rendezvous::panic::{lock, wait, wait_timeout};
-use candle_ddp_rendezvous::thread;
+use candle_ddp_base::panic::{lock, wait, wait_timeout};
+use candle_ddp_base::thread;
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
 use std::collections::VecDeque;

@@ -5,7 +5,7 @@ use super::nodes::Report;
 use super::root_cause::{self, Cause};
 use super::summary::Findings;
 use super::supervisor::Outcome;
-use candle_ddp_rendezvous::host::host_name;
+use candle_ddp_base::host::host_name;
 use candle_ddp_rendezvous::milliseconds;
 
 /// Shows the failure, and returns the exit code.

@@ -6,9 +6,10 @@ use super::error::{Error, Result};
 use super::events::Events;
 use super::nodes::{Address, Coordinator, Link, Node};
 use super::status::{RUN_STATUS, RunStatus};
-use candle_ddp_rendezvous::host::host_name;
+use candle_ddp_base::host::host_name;
+use candle_ddp_base::thread;
 use candle_ddp_rendezvous::json::encode;
-use candle_ddp_rendezvous::{Listening, TcpStoreServer, check_room, host_store, thread};
+use candle_ddp_rendezvous::{Listening, TcpStoreServer, check_room, host_store};
 use std::io::ErrorKind;
 use std::net::{IpAddr, ToSocketAddrs};
 use std::time::{Duration, Instant};
@@ -67,7 +68,7 @@ pub(super) fn host(config: &Config, status: &RunStatus) -> Result<(Option<TcpSto
     let pairs = [(RUN_STATUS, status.as_str())];
     let server = match host_store(&listening, Some(&config.run_id), secret.get(), secret.has_guests(), most, &pairs) {
         // Another ddprun of the run on this machine has started it.
-        Err(candle_ddp_rendezvous::Error::Io { error, .. })
+        Err(candle_ddp_rendezvous::Error::Base(candle_ddp_base::Error::Io { error, .. }))
             if error.kind() == ErrorKind::AddrInUse && !is_static && is_told.is_none() =>
         {
             return Ok((None, port));

@@ -102,7 +102,7 @@ impl Findings<'_> {
         for (end, ranks) in groups {
             let _ = match ranks.as_slice() {
                 [rank] => write!(text, "\n  rank {rank} {end}"),
-                ranks => write!(text, "\n  ranks {}: each {end}", candle_ddp_rendezvous::error::ranks(ranks)),
+                ranks => write!(text, "\n  ranks {}: each {end}", candle_ddp_base::text::ranks(ranks)),
             };
         }
         text

@@ -3,8 +3,8 @@
 //! The format is version 2.10, that of PyTorch 2.15 (`torch/csrc/distributed/c10d/FlightRecorder.hpp`). PyTorch's analyser expects every
 //! rank of a group in every call, so the messages from one rank to another appear as a group of these two ranks.
 use super::error::{Error, Result};
-use candle_ddp_rendezvous::file::{PreparedFile, Progress};
-use candle_ddp_rendezvous::flight_record::{CallRecord, CallState, ChannelKind, GroupRecord, RankRecord};
+use candle_ddp_base::file::{PreparedFile, Progress};
+use candle_ddp_base::flight_record::{CallRecord, CallState, ChannelKind, GroupRecord, RankRecord};
 use serde::Serialize;
 use std::collections::{BTreeMap, HashMap};
 use std::io;

@@ -10,8 +10,8 @@ use super::output::{Intake, Source};
 use super::prefix::{self, Template};
 use super::tail::Tail;
 use super::{check, child, environment, hosts, signal, terminal};
+use candle_ddp_base::host::host_name;
 use candle_ddp_rendezvous::error::FILE_VARIABLE;
-use candle_ddp_rendezvous::host::host_name;
 use rustix::fs::{Access, access};
 use rustix::io::Errno;
 use rustix::process::{Pid, WaitStatus};
@@ -242,7 +242,7 @@ pub(super) fn resource_hint(error: &std::io::Error) -> Option<&'static str> {
     match Errno::from_io_error(error)? {
         Errno::MFILE => Some("raise the limit on open files, `ulimit -n`"),
         Errno::NFILE => Some("raise the machine's limit on open files, `sysctl fs.file-max`"),
-        Errno::AGAIN => Some(candle_ddp_rendezvous::thread::HINT),
+        Errno::AGAIN => Some(candle_ddp_base::thread::HINT),
         Errno::NOMEM => Some("reduce the number of workers: there is too little memory"),
         _ => None,
     }

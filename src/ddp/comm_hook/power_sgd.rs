@@ -7,7 +7,7 @@ use crate::state::{self, Loader};
 use crate::tensor::copy;
 use crate::{Error, ReduceOp, Result};
 use candle_core::{D, DType, Device, Tensor};
-use candle_ddp_rendezvous::hash::fnv1a_64;
+use candle_ddp_base::hash::fnv1a_64;
 use std::collections::HashMap;
 
 /// Options of [`PowerSgd`], with the defaults of PyTorch's `PowerSGDState`. All ranks must give the same.

@@ -14,7 +14,7 @@ pub use field::Field;
 
 use crate::{Error, ProcessGroup, Result};
 use candle_core::{DType, Tensor};
-use candle_ddp_rendezvous::{hide_written_metrics, show_written_metric};
+use candle_ddp_base::metrics::{hide_written_metrics, show_written_metric};
 use events::Events;
 use field::{Position, check_step, check_tag};
 use histogram::Histogram;

@@ -11,8 +11,8 @@ use crate::{Dataset, EpochOrder, LoaderIter, LoaderState, MicroBatches, Remainde
 #[cfg(feature = "cuda")]
 use candle_core::Device;
 use candle_core::Tensor;
-use candle_ddp_rendezvous::panic::lock;
-use candle_ddp_rendezvous::warnings::warn_aloud;
+use candle_ddp_base::panic::lock;
+use candle_ddp_base::warnings::warn_aloud;
 use candle_ddp_state::state::StateDict;
 use candle_ddp_state::{Error, Result};
 #[cfg(feature = "cuda")]

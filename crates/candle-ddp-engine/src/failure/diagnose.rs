@@ -1,9 +1,9 @@
 //! Finds the cause of a failed collective from what all ranks reported.
 use super::{CallCounts, ProgressReport};
 use crate::call::{Call, Channel};
-use crate::error;
 use crate::error::Failure;
 use crate::label::Label;
+use candle_ddp_base::text;
 use std::time::Duration;
 
 /// A call that was not complete at its deadline.
@@ -60,7 +60,7 @@ pub fn diagnose(expired: &ExpiredCall, ranks: &[RankState]) -> Failure {
                 waiting_for.extend(peers);
                 format!(
                     "of ranks {}, at least one did not make the matching call, or waits for another rank in its own batch",
-                    error::ranks(peers)
+                    text::ranks(peers)
                 )
             }
             (Channel::SendTo(peer) | Channel::RecvFrom(peer), _) => {
@@ -72,7 +72,7 @@ pub fn diagnose(expired: &ExpiredCall, ranks: &[RankState]) -> Failure {
                 format!(
                     "all ranks have started it, but ranks {} are too slow, or the network is: look at their load, or \
                      raise the time-out",
-                    error::ranks(peers)
+                    text::ranks(peers)
                 )
             }
             (Channel::Collectives, None) => {

@@ -4,7 +4,7 @@ use crate::call::{Call, Channel};
 use crate::call_site::CallSite;
 use crate::flight_recorder::{CallRecord, CallState, ChannelKind, now_ns};
 use crate::standing::current;
-use candle_ddp_rendezvous::activity::Activity;
+use candle_ddp_base::activity::Activity;
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::{Duration, Instant};

@@ -1,7 +1,7 @@
 //! The ranks' reports to each other about their calls.
 use crate::call::{Call, Channel};
 use crate::texts;
-use candle_ddp_rendezvous::wire::{Reader, Writer};
+use candle_ddp_base::wire::{Reader, Writer};
 use std::collections::BTreeSet;
 
 /// The progress of one rank's collectives.

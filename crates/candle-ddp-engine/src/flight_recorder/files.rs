@@ -1,7 +1,7 @@
 //! The file of a rank.
 use crate::{Error, Result};
-use candle_ddp_rendezvous::file::{PreparedFile, Progress};
-use candle_ddp_rendezvous::flight_record::{RankRecord, SUFFIX};
+use candle_ddp_base::file::{PreparedFile, Progress};
+use candle_ddp_base::flight_record::{RankRecord, SUFFIX};
 use std::io;
 use std::path::{Path, PathBuf};
 

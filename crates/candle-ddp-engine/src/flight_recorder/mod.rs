@@ -20,11 +20,11 @@ mod files;
 mod recorder;
 mod signal;
 
-pub use candle_ddp_rendezvous::flight_record::{CallRecord, CallState, ChannelKind};
+pub use candle_ddp_base::flight_record::{CallRecord, CallState, ChannelKind};
 pub use recorder::{FlightRecorder, Recorded, Recording};
 
+use candle_ddp_base::flight_record::FOLDER_VARIABLE;
 use candle_ddp_env::Variables;
-use candle_ddp_rendezvous::flight_record::FOLDER_VARIABLE;
 use std::path::PathBuf;
 use std::time::{SystemTime, UNIX_EPOCH};
 

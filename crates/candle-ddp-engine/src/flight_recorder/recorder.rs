@@ -4,8 +4,8 @@ use crate::host::host_name;
 use crate::panic::lock;
 use crate::warnings::warn_aloud;
 use crate::{Error, Result};
+use candle_ddp_base::flight_record::{CallRecord, GroupRecord, RankRecord, VERSION};
 use candle_ddp_env::PROCESS;
-use candle_ddp_rendezvous::flight_record::{CallRecord, GroupRecord, RankRecord, VERSION};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, Weak};
 

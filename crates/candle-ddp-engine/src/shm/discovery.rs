@@ -12,7 +12,7 @@ use crate::Result;
 use crate::host::host_identity;
 use crate::hosts::Hosts;
 use crate::random::random_bytes;
-use candle_ddp_rendezvous::wire::{Reader, Writer};
+use candle_ddp_base::wire::{Reader, Writer};
 use std::collections::BTreeMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::Path;

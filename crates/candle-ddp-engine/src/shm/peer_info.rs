@@ -1,5 +1,5 @@
 //! A rank's report to the others about itself and its memory.
-use candle_ddp_rendezvous::wire::{Reader, Writer};
+use candle_ddp_base::wire::{Reader, Writer};
 use std::collections::HashMap;
 
 /// One rank's info.

@@ -2,7 +2,7 @@
 use crate::call::{Call, Channel};
 use crate::call_site::CallSite;
 use crate::texts;
-use candle_ddp_rendezvous::wire::{Reader, Writer};
+use candle_ddp_base::wire::{Reader, Writer};
 use std::collections::BTreeMap;
 
 /// Where a rank stands.

@@ -1,6 +1,6 @@
 //! The threads of a program that make calls.
 use crate::panic::lock;
-use candle_ddp_rendezvous::thread::{helpers, is_helper};
+use candle_ddp_base::thread::{helpers, is_helper};
 use rustix::thread::{Pid, gettid};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};

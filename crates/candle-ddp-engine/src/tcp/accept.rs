@@ -1,9 +1,9 @@
 //! Accepts connections. A peer sends its greeting at once; other programs that find the port cannot keep peers out.
-use crate::error::{SHORTAGE_HINT, is_shortage};
 use crate::rendezvous::secret::PROOF;
 use crate::tcp::handshake::{Exchange, GREETING, Greeting, Handshake, Kind, REPLY, SAME_SECRET};
 use crate::warnings::Warnings;
 use crate::{Error, Result};
+use candle_ddp_base::descriptors::{SHORTAGE_HINT, is_shortage};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use std::collections::BTreeMap;

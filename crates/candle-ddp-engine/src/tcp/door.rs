@@ -7,7 +7,6 @@
 //!
 //! With a secret, a caller that has not proved that it knows the key changes nothing: it is refused, whatever it says. The secret
 //! itself proves a pair's control connection, which comes first; the key that it gives the pair proves the others.
-use crate::error::{SHORTAGE_HINT, is_shortage};
 use crate::rendezvous::secret::PROOF;
 use crate::tcp::accept::{self, Acceptor, Call, Conversation, Heard, Stage};
 use crate::tcp::connector::Own;
@@ -15,6 +14,7 @@ use crate::tcp::handshake::{By, End, Exchange, GREETING, Greeting, Handshake, Ki
 use crate::tcp::keepalive::{give_up_after, keep_alive};
 use crate::tcp::keys::Keys;
 use crate::{Error, Result};
+use candle_ddp_base::descriptors::{SHORTAGE_HINT, is_shortage};
 use rustix::event::{PollFd, PollFlags};
 use std::fmt::Arguments;
 use std::io::{ErrorKind, Write};

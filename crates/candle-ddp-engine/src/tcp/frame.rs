@@ -4,8 +4,8 @@ use crate::failure::CallCounts;
 use crate::gone::Fate;
 use crate::question::Question;
 use crate::tcp::handshake::Kind;
+use candle_ddp_base::wire::{Reader, Writer};
 use candle_ddp_rendezvous::json::encode;
-use candle_ddp_rendezvous::wire::{Reader, Writer};
 
 /// One message on a control connection.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -13,7 +13,7 @@ use crate::Result;
 use crate::random::random_bytes;
 use crate::rendezvous::Secret;
 use crate::rendezvous::secret::{NONCE, PROOF};
-use candle_ddp_rendezvous::wire::{Reader, Writer};
+use candle_ddp_base::wire::{Reader, Writer};
 
 /// The purpose of a connection. The discriminants are sent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -4,7 +4,6 @@
 //! with a secret, a proof that its author knows it. The rank that comes last reads all cards, and publishes a table of who may
 //! share memory with whom, in a few bytes for each rank, and one of addresses. The others read the first table and rank 0's card,
 //! and the addresses if there are other hosts.
-use crate::error::{SHORTAGE_HINT, is_shortage};
 use crate::random::random_bytes;
 use crate::rendezvous::secret::PROOF;
 use crate::rendezvous::{absent_ranks, discard};
@@ -12,6 +11,7 @@ use crate::shm::{PeerInfo, Topic};
 use crate::tcp::connector::{ABSENT, Connector};
 use crate::tcp::handshake::{By, Handshake, Kind, SAME_SECRET};
 use crate::{Error, Result};
+use candle_ddp_base::descriptors::{SHORTAGE_HINT, is_shortage};
 use std::net::{SocketAddr, TcpListener};
 
 /// What a rank knows when it has met the others.

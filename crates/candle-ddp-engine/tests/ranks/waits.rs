@@ -1,8 +1,8 @@
 //! For how long a rank waits until the last of the others has come to a collective.
 use crate::rank::{Collective, Rank, Tensor};
+use candle_ddp_base::flight_record::{CallRecord, CallState, RankRecord};
 use candle_ddp_engine::flight_recorder::{FlightRecorder, FlightRecorderOptions, Recording};
 use candle_ddp_engine::{CpuOptions, CpuTransport, ReduceOp};
-use candle_ddp_rendezvous::flight_record::{CallRecord, CallState, RankRecord};
 use candle_ddp_rendezvous::{HashStore, Store};
 use std::sync::{Arc, Barrier};
 use std::time::Duration;

@@ -16,7 +16,7 @@ pub(super) const ROWS: &[Row] = &[
         names: &["CANDLE_DDP_CPU_HOST"],
         kind: Text("a name"),
         set_by: "you",
-        read_by: "candle-ddp-rendezvous",
+        read_by: "candle-ddp-base",
         meaning: "ranks with the same name count as being on one host",
         default: "the host's own identity",
     },

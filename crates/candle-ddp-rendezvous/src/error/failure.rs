@@ -1,6 +1,7 @@
 //! Why a group of ranks failed.
-use super::text::{Parted, Places, Printable, Uneven};
-use crate::wire::cut;
+use super::text::{Parted, Places, Uneven};
+use candle_ddp_base::text::Printable;
+use candle_ddp_base::wire::cut;
 use serde::{Deserialize, Serialize, Serializer};
 use std::time::Duration;
 
@@ -130,7 +131,7 @@ impl Failure {
     #[doc(hidden)]
     #[must_use]
     pub fn within(mut self, ranks: &[usize]) -> Self {
-        let place = format!(" in the group of ranks {}", super::ranks(ranks));
+        let place = format!(" in the group of ranks {}", candle_ddp_base::text::ranks(ranks));
         let add = |text: &mut String| {
             if !text.contains(&place) {
                 text.push_str(&place);

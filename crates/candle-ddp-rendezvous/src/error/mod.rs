@@ -1,16 +1,15 @@
 //! The errors of a rendezvous and its stores: what happened, where, why, and what to do.
 mod failure;
 mod rank_error;
-mod shortage;
 mod text;
 
 pub use failure::Failure;
 pub use rank_error::{FILE_VARIABLE, OF_PROGRAM, RankError};
-pub use shortage::{SHORTAGE_HINT, is_shortage};
+pub use text::GRADIENTS;
 #[doc(hidden)]
 pub use text::others;
-pub use text::{GRADIENTS, Printable, ranks, some};
 
+use candle_ddp_base::text::Printable;
 use candle_ddp_env::Invalid;
 use std::fmt;
 use std::time::Duration;
@@ -23,23 +22,9 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 #[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// The operating system refused something.
-    #[error("{context}: {error}")]
-    Io {
-        /// The operation and its object.
-        context: String,
-        /// The system's reason.
-        error: std::io::Error,
-    },
-
-    /// An invalid argument.
-    #[error("{argument}: {}", Printable(reason))]
-    InvalidArgument {
-        /// The argument's or option's name.
-        argument: &'static str,
-        /// Why it is invalid, and what would be valid.
-        reason: String,
-    },
+    /// An error that every crate has: of the operating system, or an invalid argument.
+    #[error(transparent)]
+    Base(#[from] candle_ddp_base::Error),
 
     /// A rank outside of its group.
     #[error("rank {rank} is outside of a world of {world_size}: ranks go from 0 to world_size - 1")]
@@ -153,12 +138,12 @@ impl Error {
     /// An `Io` with its context.
     #[doc(hidden)]
     pub fn io(context: impl Into<String>, error: impl Into<std::io::Error>) -> Self {
-        Self::Io { context: context.into(), error: error.into() }
+        candle_ddp_base::Error::io(context, error).into()
     }
 
     #[doc(hidden)]
     pub fn invalid(argument: &'static str, reason: impl Into<String>) -> Self {
-        Self::InvalidArgument { argument, reason: reason.into() }
+        candle_ddp_base::Error::invalid(argument, reason).into()
     }
 
     /// The failure of a group in this error, if there is one.
@@ -179,12 +164,11 @@ impl Error {
         }
     }
 
-    /// The variant's name; for the failure of a group, the name of the failure.
+    /// The variant's name; for an error that every crate has and for the failure of a group, the name of that.
     #[doc(hidden)]
     pub fn name(&self) -> &'static str {
         match self {
-            Self::Io { .. } => "Io",
-            Self::InvalidArgument { .. } => "InvalidArgument",
+            Self::Base(error) => error.name(),
             Self::RankOutOfRange { .. } => "RankOutOfRange",
             Self::MissingEnvironment { .. } => "MissingEnvironment",
             Self::InvalidEnvironment { .. } => "InvalidEnvironment",

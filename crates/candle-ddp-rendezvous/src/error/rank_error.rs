@@ -2,7 +2,7 @@
 //!
 //! torchrun shows the message. `ddprun` also reads which rank caused the failure, so it need not parse text.
 use super::Failure;
-use crate::wire::beginning;
+use candle_ddp_base::wire::beginning;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use std::time::{SystemTime, UNIX_EPOCH};

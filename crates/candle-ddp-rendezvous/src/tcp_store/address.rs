@@ -1,6 +1,6 @@
 //! The addresses of hosts: those of a name, this host's own, and its loopback interface.
-use crate::error::is_shortage;
-use crate::thread;
+use candle_ddp_base::descriptors::is_shortage;
+use candle_ddp_base::thread;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, ToSocketAddrs, UdpSocket};
 use std::sync::mpsc;
 use std::time::Instant;

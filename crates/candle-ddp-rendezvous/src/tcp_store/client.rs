@@ -1,12 +1,12 @@
 use super::link::{ConnectError, Link, LinkError, connect};
 use super::protocol::{MAX_KEY, MAX_VALUE, NOT_READY, READY, Request, WAIT_CANCELED, user_key};
 use super::{TcpStoreOptions, TcpStoreServer};
-use crate::deadline::deadline_after;
-use crate::error::{SHORTAGE_HINT, is_shortage};
-use crate::panic::lock;
 use crate::store::CANCELLATION_CHECK;
 use crate::{Error, Result};
 use crate::{LastWill, Secret, Store};
+use candle_ddp_base::deadline::deadline_after;
+use candle_ddp_base::descriptors::{SHORTAGE_HINT, is_shortage};
+use candle_ddp_base::panic::lock;
 use std::net::{IpAddr, SocketAddr};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};

@@ -2,9 +2,9 @@
 use super::address::{no_way_to, resolve};
 use super::protocol::{CHALLENGE, CLIENT, MAGIC, MAX_MESSAGE, OFFER, PROVEN, Request, SECRET_NEEDED, SERVER, bounded};
 use crate::Secret;
-use crate::random::random_bytes;
 use crate::secret::PROOF;
-use crate::warnings::warn_aloud;
+use candle_ddp_base::random::random_bytes;
+use candle_ddp_base::warnings::warn_aloud;
 use std::io::{self, ErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::time::{Duration, Instant};

@@ -1,8 +1,8 @@
 //! Choosing the addresses on which a store listens: those at which ranks reach it, and as few others as possible,
 //! because anyone who reaches the store can read and write it.
 use super::address::{LOOPBACK, is_own, no_loopback, resolve};
-use crate::deadline::deadline_after;
 use crate::{Error, Result};
+use candle_ddp_base::deadline::deadline_after;
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketFlags, SocketType, sockopt};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener};
@@ -34,7 +34,7 @@ impl Listening {
     /// to run on this host.
     ///
     /// # Errors
-    /// Returns [`Error::Io`] for a loopback address that this host does not have: no rank could reach the store.
+    /// Returns [`Io`](candle_ddp_base::Error::Io) for a loopback address that this host does not have: no rank could reach the store.
     pub fn at(host: &str, port: u16, is_one_host: bool, timeout: Duration) -> Result<Self> {
         let deadline = deadline_after(timeout.min(RESOLVE));
         Self::choose(host, port, is_one_host, resolve(host, port, deadline), is_own)

@@ -2,8 +2,8 @@
 use super::output::Output;
 use super::protocol::{CHALLENGE, CLIENT, MAGIC, Malformed, OFFER, PROVEN, REFUSED, Request, SECRET_NEEDED, SERVER};
 use crate::Secret;
-use crate::random::random_bytes;
 use crate::secret::NONCE;
+use candle_ddp_base::random::random_bytes;
 
 /// How far a client has come.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -1,5 +1,5 @@
 use crate::Secret;
-use crate::descriptors;
+use candle_ddp_base::descriptors;
 use std::time::Duration;
 
 /// Options of [`TcpStore::connect_with`](super::TcpStore::connect_with).

@@ -3,11 +3,21 @@ use super::Error;
 use crate::{rendezvous, tensor};
 use candle_ddp_env::Invalid;
 
+impl From<candle_ddp_base::Error> for Error {
+    fn from(error: candle_ddp_base::Error) -> Self {
+        match error {
+            candle_ddp_base::Error::Io { context, error } => Self::Io { context, error },
+            candle_ddp_base::Error::InvalidArgument { argument, reason } => Self::InvalidArgument { argument, reason },
+            candle_ddp_base::Error::DataFile { path, reason } => Self::DataFile { path, reason },
+            candle_ddp_base::Error::Unavailable { what, hint } => Self::Unavailable { what, hint },
+        }
+    }
+}
+
 impl From<rendezvous::Error> for Error {
     fn from(error: rendezvous::Error) -> Self {
         match error {
-            rendezvous::Error::Io { context, error } => Self::Io { context, error },
-            rendezvous::Error::InvalidArgument { argument, reason } => Self::InvalidArgument { argument, reason },
+            rendezvous::Error::Base(error) => error.into(),
             rendezvous::Error::RankOutOfRange { rank, world_size } => Self::RankOutOfRange { rank, world_size },
             rendezvous::Error::Connect { rank, peers, timeout, reason } => {
                 Self::Connect { rank, peers, timeout, reason }
@@ -51,19 +61,6 @@ impl From<tensor::Error> for Error {
             tensor::Error::Kernel { file, operation, reason } => Self::Kernel { file, operation, reason },
             tensor::Error::Candle(error) => error.into(),
             error => Self::Candle(error.into()),
-        }
-    }
-}
-
-impl From<candle_ddp_webdataset::Error> for Error {
-    fn from(error: candle_ddp_webdataset::Error) -> Self {
-        match error {
-            candle_ddp_webdataset::Error::Io { context, error } => Self::Io { context, error },
-            candle_ddp_webdataset::Error::InvalidArgument { argument, reason } => {
-                Self::InvalidArgument { argument, reason }
-            }
-            candle_ddp_webdataset::Error::DataFile { path, reason } => Self::DataFile { path, reason },
-            error => candle_core::Error::Io(std::io::Error::other(error)).into(),
         }
     }
 }

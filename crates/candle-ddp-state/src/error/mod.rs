@@ -7,14 +7,16 @@ mod tests;
 mod text;
 
 pub use crate::tensor::error::describe;
+pub use candle_ddp_base::text::{ranks, some};
 #[doc(inline)]
 pub use candle_ddp_rendezvous::Failure;
-pub use candle_ddp_rendezvous::error::{GRADIENTS, RankError, ranks, some};
+pub use candle_ddp_rendezvous::error::{GRADIENTS, RankError};
 pub use context::Context;
 
 use crate::rendezvous;
 use candle_core::DType;
-use candle_ddp_rendezvous::error::{Printable, others};
+use candle_ddp_base::text::Printable;
+use candle_ddp_rendezvous::error::others;
 use std::fmt;
 use std::path::PathBuf;
 use std::time::Duration;

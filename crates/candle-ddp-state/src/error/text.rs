@@ -1,5 +1,5 @@
 //! How messages show lists of names.
-use candle_ddp_rendezvous::error::some;
+use candle_ddp_base::text::some;
 
 /// `; {what} (3): a, b, c` for each list that is not empty; long ones are cut.
 pub(super) fn list(lists: &[(&str, &[String])]) -> String {

@@ -4,7 +4,7 @@ use crate::error::describe;
 use crate::panic::lock;
 use crate::variables::not_in_varmap;
 use candle_core::{DType, Device, Result, Shape, Tensor, Var};
-use candle_ddp_rendezvous::hash::fnv1a_64;
+use candle_ddp_base::hash::fnv1a_64;
 use candle_nn::init::NormalOrUniform;
 use candle_nn::var_builder::SimpleBackend;
 use candle_nn::{Init, VarBuilder, VarMap};

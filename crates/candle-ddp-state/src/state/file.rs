@@ -4,7 +4,7 @@ mod safetensors;
 mod write;
 
 pub use bytes::{Hashed, PartHashes};
-pub use candle_ddp_rendezvous::file::{
+pub use candle_ddp_base::file::{
     PreparedFile, Progress, is_temporary, is_temporary_for, lock_leftover, temporary_name,
 };
 pub(crate) use safetensors::require_all;

@@ -1,8 +1,8 @@
 //! Blocks on the disk. The file of a block says which block it is, and has a hash for each part of its bytes: whatever else is
 //! found under its name is not a block. A reader knows all lengths beforehand, and takes none from the file.
 use crate::FileVersion;
-use candle_ddp_rendezvous::file::replace_unsynced;
-use candle_ddp_rendezvous::hash::content_64;
+use candle_ddp_base::file::replace_unsynced;
+use candle_ddp_base::hash::content_64;
 use std::fs::File;
 use std::io::{self, ErrorKind, Read, Write};
 use std::ops::Range;

@@ -2,8 +2,8 @@
 use super::block::{SUFFIX, is_block};
 use crate::tar::is_index;
 use crate::{Error, Result};
-use candle_ddp_rendezvous::file::{is_temporary, lock_leftover};
-use candle_ddp_rendezvous::panic::lock;
+use candle_ddp_base::file::{is_temporary, lock_leftover};
+use candle_ddp_base::panic::lock;
 use std::ffi::OsStr;
 use std::io::{self, ErrorKind};
 use std::path::{Path, PathBuf};

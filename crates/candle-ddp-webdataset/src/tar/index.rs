@@ -3,8 +3,8 @@ use super::entries::Fault;
 use super::read::{Indexed, Shard, Stamp};
 use super::scan::scan;
 use crate::{Error, Result};
-use candle_ddp_rendezvous::file::{PreparedFile, Progress};
-use candle_ddp_rendezvous::hash::content_64;
+use candle_ddp_base::file::{PreparedFile, Progress};
+use candle_ddp_base::hash::content_64;
 use rayon::prelude::*;
 use std::fs::File;
 use std::io::{self, ErrorKind, Read};
@@ -115,7 +115,7 @@ fn load(shard: &Shard, owner: u64, file: &Path) -> Result<Option<Index>> {
         Err(Unread::Foreign) => {
             let reason =
                 "it is where an index should be, but is none: move it away, or choose TarOptions::index_folder";
-            return Err(Error::DataFile { path: file.to_path_buf(), reason: reason.to_string() });
+            return Err(Error::data_file(file, reason));
         }
         Err(Unread::Failed(error)) => return Err(reading(error)),
     };

@@ -2,7 +2,7 @@
 use super::entries::{Fault, ReadAt};
 use crate::read_range::{location_of, version_of};
 use crate::{Error, ReadRange, Result};
-use candle_ddp_rendezvous::hash::content_64;
+use candle_ddp_base::hash::content_64;
 use std::fmt::Display;
 use std::fs::File;
 use std::io;
@@ -91,7 +91,7 @@ impl Shard {
     }
 
     pub(super) fn error(&self, reason: String) -> Error {
-        Error::DataFile { path: self.path.clone(), reason }
+        Error::data_file(&self.path, reason)
     }
 
     pub(super) fn error_at(&self, offset: u64, reason: impl Display) -> Error {

@@ -1,7 +1,7 @@
 //! Finds the samples of a shard by its headers.
 use super::entries::{Entries, Fault, Next, ReadAt, is_header};
 use super::names::split;
-use candle_ddp_rendezvous::hash::content_64;
+use candle_ddp_base::hash::content_64;
 use std::collections::HashSet;
 use tar::Header;
 

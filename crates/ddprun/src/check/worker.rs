@@ -11,10 +11,10 @@ use super::table;
 use crate::console::{Console, Target, message};
 use crate::error::{Error, Result};
 use crate::tail::plain;
+use candle_ddp_base::file::{PreparedFile, Progress};
+use candle_ddp_base::host::{host_identity, host_name};
 use candle_ddp_env::PROCESS;
 use candle_ddp_rendezvous::error::FILE_VARIABLE;
-use candle_ddp_rendezvous::file::{PreparedFile, Progress};
-use candle_ddp_rendezvous::host::{host_identity, host_name};
 
 /// Measures as one rank. Returns the exit code.
 pub(crate) fn work(manner: &Manner) -> Result<u8> {

@@ -3,8 +3,9 @@ use super::AGENT;
 use crate::console::message;
 use crate::error::{Error, Result};
 use crate::signal;
+use candle_ddp_base::thread;
 use candle_ddp_env::PROCESS;
-use candle_ddp_rendezvous::{Secret, thread};
+use candle_ddp_rendezvous::Secret;
 use rustix::process::{Signal, getpid, kill_process};
 use std::io::{BufRead, BufReader, Stdin};
 

@@ -7,11 +7,10 @@ use crate::console::message;
 use crate::error::Result;
 use crate::signal;
 use crate::status::{RUN_STATUS, RunStatus};
+use candle_ddp_base::thread;
+use candle_ddp_base::warnings::Warnings;
 use candle_ddp_rendezvous::liveness::Silence;
-use candle_ddp_rendezvous::warnings::Warnings;
-use candle_ddp_rendezvous::{
-    BEGUN, PrefixStore, RUN_ID, Secret, Store, TcpStore, TcpStoreOptions, TcpStoreServer, thread,
-};
+use candle_ddp_rendezvous::{BEGUN, PrefixStore, RUN_ID, Secret, Store, TcpStore, TcpStoreOptions, TcpStoreServer};
 use signal_hook::consts::SIGTERM;
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};

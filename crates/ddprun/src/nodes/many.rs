@@ -8,13 +8,14 @@
 //! the calls of `candle_ddp::elastic::run`, without training. Bytes are those of the loopback device with all headers, so the
 //! program must be alone in its network namespace; processor time is that of all of them together.
 use super::{Address, Coordinator, Entry, Link, Message, News, Node, Pace, Terms, version};
+use candle_ddp_base::deadline::deadline_after;
+use candle_ddp_base::descriptors;
+use candle_ddp_base::reading::Reading;
 use candle_ddp_env::PROCESS;
-use candle_ddp_rendezvous::deadline::deadline_after;
-use candle_ddp_rendezvous::reading::Reading;
 use candle_ddp_rendezvous::{
     Decision, Error, Generations, Listening, Meeting, Member, RendezvousOptions, RunStore, Secret,
 };
-use candle_ddp_rendezvous::{Result, Store, descriptors, host_store};
+use candle_ddp_rendezvous::{Result, Store, host_store};
 use std::sync::mpsc::{Receiver, channel};
 use std::sync::{Condvar, Mutex};
 use std::time::Duration;

@@ -2,7 +2,7 @@
 use super::message::{Entry, Node, Round, Slot};
 use super::run::{Action, Check, Run, State};
 use crate::members::Members;
-use candle_ddp_rendezvous::error::some;
+use candle_ddp_base::text::some;
 use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::{Duration, Instant};

@@ -1,8 +1,8 @@
 //! The files of a run, by their names.
 use crate::error::{Error, Result};
 use crate::status::RECORD;
-use candle_ddp_rendezvous::file::rank_in;
-use candle_ddp_rendezvous::flight_record::SUFFIX;
+use candle_ddp_base::file::rank_in;
+use candle_ddp_base::flight_record::SUFFIX;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 

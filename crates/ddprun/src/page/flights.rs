@@ -1,6 +1,6 @@
 //! The explanation of flight records: where the ranks parted, and who came last.
 use super::html;
-use candle_ddp_rendezvous::flight_record::{explain, read_folder};
+use candle_ddp_base::flight_record::{explain, read_folder};
 use std::path::Path;
 
 /// The section about the flight records in a folder; "" if they cannot be read.

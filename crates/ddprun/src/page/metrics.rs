@@ -1,7 +1,7 @@
 //! The curves of a file of JSON lines.
 use super::series::Series;
 use super::{chart, html, number};
-use candle_ddp_rendezvous::file::open_left;
+use candle_ddp_base::file::open_left;
 use serde_json::{Map, Value};
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Read};

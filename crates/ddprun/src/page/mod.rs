@@ -19,7 +19,7 @@ mod traces;
 use super::error::{Error, Result};
 use super::status::RECORD;
 use super::tail::line;
-use candle_ddp_rendezvous::file::{PreparedFile, Progress};
+use candle_ddp_base::file::{PreparedFile, Progress};
 use find::Found;
 use std::path::{Path, PathBuf};
 

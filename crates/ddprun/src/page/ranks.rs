@@ -3,7 +3,7 @@ use super::series::Series;
 use super::{chart, html, number};
 use crate::status::{LISTED, Line, Since, Told, holdup};
 use crate::time;
-use candle_ddp_rendezvous::file::open_left;
+use candle_ddp_base::file::open_left;
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::{BufRead, BufReader, Read};
 use std::path::Path;

@@ -2,7 +2,7 @@
 use super::series::Series;
 use super::timeline::{self, Rank, Span};
 use super::{chart, html, number};
-use candle_ddp_rendezvous::trace;
+use candle_ddp_base::trace;
 use serde::Deserialize;
 use std::collections::VecDeque;
 use std::path::{Path, PathBuf};

@@ -1,6 +1,6 @@
 //! The document about its run that the ddprun that hosts the store keeps there, and updates with every change.
 use crate::config::Config;
-use candle_ddp_rendezvous::host::host_name;
+use candle_ddp_base::host::host_name;
 use candle_ddp_rendezvous::milliseconds;
 use serde::{Deserialize, Serialize};
 use std::time::SystemTime;

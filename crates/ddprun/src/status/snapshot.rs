@@ -1,7 +1,8 @@
 //! Reads the status of a run from its store.
 use super::document::{RUN_STATUS, RunStatus};
+use candle_ddp_base::MOST_RANKS;
 use candle_ddp_rendezvous::json::decode;
-use candle_ddp_rendezvous::{Decision, Generations, MOST_RANKS, RankStatus, Store, absent_ranks, rank_status_key};
+use candle_ddp_rendezvous::{Decision, Generations, RankStatus, Store, absent_ranks, rank_status_key};
 use std::sync::Arc;
 
 /// A run at some time.

@@ -1,7 +1,7 @@
 //! Where the launcher that hosts the store reads the status of its run.
 use super::document::RunStatus;
 use super::snapshot::{self, Snapshot};
-use candle_ddp_rendezvous::panic::lock;
+use candle_ddp_base::panic::lock;
 use candle_ddp_rendezvous::{Result, Secret, Store, TcpStore, TcpStoreOptions, TcpStoreServer};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};

@@ -1,5 +1,5 @@
 //! The bytes of one tensor in a file.
-use candle_ddp_rendezvous::hash::{CONTENT_PART, content_part};
+use candle_ddp_base::hash::{CONTENT_PART, content_part};
 use std::fs::File;
 use std::io::{self, Read};
 use std::ops::Range;

@@ -4,7 +4,7 @@ use crate::state::fingerprint::{FileHash, of_content, summary};
 use crate::{Error, Result};
 use candle_core::safetensors::Load;
 use candle_core::{DType, Device, Tensor};
-use candle_ddp_rendezvous::hash::content_of_parts;
+use candle_ddp_base::hash::content_of_parts;
 pub use candle_ddp_tensor::Readable;
 use candle_ddp_tensor::read_tensor;
 use safetensors::tensor::{Dtype, Metadata, TensorInfo, TensorView};

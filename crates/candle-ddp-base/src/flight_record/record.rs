@@ -9,7 +9,9 @@ pub enum CallState {
     Scheduled,
     /// The call is running; on a GPU, it is on the stream.
     Started,
+    /// The call has completed.
     Completed,
+    /// The call, or its group, has failed.
     Failed,
 }
 
@@ -17,21 +19,30 @@ pub enum CallState {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ChannelKind {
+    /// The collectives of a group.
     Collectives,
+    /// The messages to one peer.
     Send,
+    /// The messages from one peer.
     Recv,
 }
 
 /// One call. Times are nanoseconds since 1970.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CallRecord {
+    /// The channel.
     pub channel: ChannelKind,
+    /// The call's number in its channel.
     pub sequence: u64,
+    /// The operation's name.
     pub operation: String,
+    /// The dtype of its tensor.
     pub dtype: Option<String>,
     /// The number of elements, counted as in the message of a mismatch.
     pub count: u64,
+    /// The reduction, if the operation has one.
     pub reduction: Option<String>,
+    /// The root, if the operation has one.
     pub root: Option<usize>,
     /// The rank, in this group, to or from which a message goes.
     pub peer: Option<usize>,
@@ -43,8 +54,11 @@ pub struct CallRecord {
     /// Where in the program the call is: the file, the line and the column.
     #[serde(default)]
     pub place: Option<String>,
+    /// How far it has come.
     pub state: CallState,
+    /// When the program made the call.
     pub scheduled_ns: u64,
+    /// When it began.
     pub started_ns: Option<u64>,
     /// When it completed or failed, as far as the engine has noticed.
     pub completed_ns: Option<u64>,
@@ -61,6 +75,7 @@ pub struct GroupRecord {
     pub name: String,
     /// The group's ranks, as numbered in the group of all ranks.
     pub ranks: Vec<usize>,
+    /// Why the group has failed, if it has.
     pub failure: Option<String>,
     /// The calls, channel by channel, the oldest first.
     pub calls: Vec<CallRecord>,
@@ -71,16 +86,22 @@ pub struct GroupRecord {
 pub struct RankRecord {
     /// The version of this format.
     pub version: u32,
+    /// The rank.
     pub rank: usize,
+    /// The number of ranks.
     pub world_size: usize,
+    /// The name of its host.
     pub host: String,
+    /// Its process.
     pub pid: u32,
     /// Why the file was written.
     pub reason: String,
+    /// When the file was written.
     pub written_ns: u64,
     /// When the group of all ranks was made. Early files of version 1 do not have it.
     #[serde(default)]
     pub started_ns: u64,
+    /// The groups of which the rank is a member.
     pub groups: Vec<GroupRecord>,
 }
 
@@ -97,6 +118,7 @@ impl CallRecord {
             && self.label == other.label
     }
 
+    /// Whether it has completed.
     pub fn is_over(&self) -> bool {
         self.state == CallState::Completed
     }

@@ -12,6 +12,7 @@ pub use record::{CallRecord, CallState, ChannelKind, GroupRecord, RankRecord};
 
 /// The version of the format.
 pub const VERSION: u32 = 1;
+/// How the names of the files end.
 pub const SUFFIX: &str = ".flight.json";
 
 /// The environment variable for the folder of the files.

@@ -5,21 +5,25 @@
 pub struct Writer(pub Vec<u8>);
 
 impl Writer {
+    /// Writes one byte.
     #[inline]
     pub fn u8(&mut self, value: u8) -> &mut Self {
         self.bytes(&[value])
     }
 
+    /// Writes four bytes.
     #[inline]
     pub fn u32(&mut self, value: u32) -> &mut Self {
         self.bytes(&value.to_le_bytes())
     }
 
+    /// Writes eight bytes.
     #[inline]
     pub fn u64(&mut self, value: u64) -> &mut Self {
         self.bytes(&value.to_le_bytes())
     }
 
+    /// Writes bytes without their length.
     #[inline]
     pub fn bytes(&mut self, value: &[u8]) -> &mut Self {
         self.0.extend_from_slice(value);
@@ -55,31 +59,37 @@ pub fn beginning(text: &str, longest: usize) -> &str {
 pub struct Reader<'a>(pub &'a [u8]);
 
 impl<'a> Reader<'a> {
+    /// Reads one byte.
     #[inline]
     pub fn u8(&mut self) -> Option<u8> {
         self.array().map(u8::from_le_bytes)
     }
 
+    /// Reads four bytes.
     #[inline]
     pub fn u32(&mut self) -> Option<u32> {
         self.array().map(u32::from_le_bytes)
     }
 
+    /// Reads eight bytes.
     #[inline]
     pub fn u64(&mut self) -> Option<u64> {
         self.array().map(u64::from_le_bytes)
     }
 
+    /// Reads a rank, of four bytes.
     pub fn rank(&mut self) -> Option<usize> {
         self.u32().map(|rank| rank as usize)
     }
 
+    /// Reads `N` bytes.
     pub fn array<const N: usize>(&mut self) -> Option<[u8; N]> {
         let (head, tail) = self.0.split_first_chunk()?;
         self.0 = tail;
         Some(*head)
     }
 
+    /// Reads text, with its length in front.
     pub fn text(&mut self) -> Option<String> {
         let length = self.u32()? as usize;
         let (head, tail) = self.0.split_at_checked(length)?;

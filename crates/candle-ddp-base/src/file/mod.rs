@@ -186,6 +186,7 @@ impl Progress {
         }
     }
 
+    /// Lets the write fail at its next step.
     pub fn cancel(&self) {
         self.is_cancelled.store(true, Ordering::Relaxed);
     }

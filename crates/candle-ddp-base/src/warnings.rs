@@ -44,10 +44,12 @@ pub struct Warnings {
 }
 
 impl Warnings {
+    /// Warnings about `source`.
     pub fn new(source: impl Into<String>) -> Self {
         Self { source: source.into(), start: None, written: 0, suppressed: 0 }
     }
 
+    /// Writes a warning, or counts it.
     pub fn warn(&mut self, warning: Arguments<'_>) {
         if self.start.is_none_or(|start| start.elapsed() >= PERIOD) {
             if self.suppressed > 0 {

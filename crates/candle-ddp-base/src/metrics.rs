@@ -17,8 +17,8 @@ const LONGEST_NAME: usize = 100;
 /// Without `ddprun`, nobody sees the values.
 ///
 /// ```
-/// # use candle_ddp_rendezvous::put_metric;
-/// # fn main() -> candle_ddp_rendezvous::Result<()> {
+/// # use candle_ddp_base::metrics::put_metric;
+/// # fn main() -> candle_ddp_base::Result<()> {
 /// put_metric("loss", 0.25)?;
 /// put_metric("samples_per_second", 1200.)?;
 /// # Ok(())
@@ -100,7 +100,7 @@ impl Metrics {
 }
 
 /// The newest values of the program.
-pub(crate) fn all() -> BTreeMap<String, f64> {
+pub fn all() -> BTreeMap<String, f64> {
     lock(&METRICS).all()
 }
 

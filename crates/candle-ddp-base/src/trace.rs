@@ -1,7 +1,6 @@
 //! The timelines of ranks, and merging them.
 mod timeline;
 
-#[doc(hidden)]
 pub use timeline::{Row, Trace};
 
 use crate::file::{PreparedFile, Progress, open_left, rank_in};
@@ -104,7 +103,6 @@ struct Event {
 const LONGEST: u64 = 1 << 20;
 
 /// The whole events of a rank's file, as texts in JSON.
-#[doc(hidden)]
 pub fn events(file: &Path) -> Result<impl Iterator<Item = Result<String>>> {
     let failed = |error| reading(file, error);
     Ok(events_in(file).map_err(failed)?.map(move |event| event.map(|(_, text)| text).map_err(failed)))
