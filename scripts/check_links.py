@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Checks the references of the repository's Markdown files: relative links, including their anchors, Rust files named in backticks, and
 environment variables. docs/environment.md must have every variable that the source uses, and no CANDLE_DDP_* that it does not.
-docs/README.md must list every page of docs.
+docs/README.md must list every page of docs. Commits that benches/results and the pages name must exist. The numbers of a table below a
+comment `<!-- numbers of benches/results/FILE.md -->` must be in that file, or in one of several.
 
     scripts/check_links.py
 """
@@ -80,12 +81,42 @@ def unlisted_pages():
             yield f"docs/README.md: it has no link to {name}"
 
 
+def unknown_commits(pages):
+    """The commits in prose and tables that are not in the repository: 7 or 8 hexadecimal digits, with a letter among them."""
+    git = ["git", "-C", ROOT]
+    if subprocess.run([*git, "rev-parse", "--is-shallow-repository"], capture_output=True, text=True).stdout != "false\n":
+        return
+    named = {(commit, name) for name, text in pages for commit in re.findall(r"\b(?=[0-9]*[a-f])(?=[a-f]*[0-9])[0-9a-f]{7,8}\b", text)}
+    asked = "\n".join(commit for commit, _ in sorted(named))
+    answers = subprocess.run([*git, "cat-file", "--batch-check"], input=asked, capture_output=True, text=True).stdout.splitlines()
+    for (commit, name), answer in zip(sorted(named), answers, strict=True):
+        if " commit " not in answer:
+            yield f"{name}: there is no commit {commit}"
+
+
+def unmeasured_numbers(name, text):
+    """The numbers of tables, apart from the first row and column, that are not in the results which the table names, rounded as there."""
+    number = re.compile(r"(?<![\w.])\d+(?:,\d{3})*(?:\.\d+)?")
+    for results, table in re.findall(r"<!-- numbers of (.+) -->\n+((?:\|.*\n)+)", text):
+        texts = [(ROOT / file).read_text() for file in results.split(" and ")]
+        measured = [float(found.replace(",", "")) for text in texts for found in number.findall(text)]
+        for cell in (cell for row in table.splitlines()[2:] for cell in row.split("|")[2:]):
+            for found in number.findall(cell):
+                digits = found.replace(",", "")
+                places = len(digits.partition(".")[2])
+                if not any(abs(value - float(digits)) <= 0.5001 / 10**places for value in measured):
+                    yield f"{name}: {results} does not have the number {digits}"
+
+
 def main():
     problems = [*undocumented_variables(), *unlisted_pages()]
+    pages = []
     sources = set(files("*.rs"))
     for name in files("*.md"):
         file = ROOT / name
         text = re.sub(r"^```.*?^```", "", file.read_text(), flags=re.S | re.M)
+        pages.append((name, text))
+        problems += unmeasured_numbers(name, text)
         for target in re.findall(r"\]\(([^)\s]+)\)", text):
             if re.match(r"\w+:", target):
                 continue
@@ -96,6 +127,7 @@ def main():
             elif anchor and anchor not in anchors(there.read_text()):
                 problems.append(f"{name}: {target} has no such heading")
         problems += missing_sources(name, text, sources)
+    problems += unknown_commits(pages)
     print("\n".join(problems), end="\n" if problems else "")
     return bool(problems)
 
