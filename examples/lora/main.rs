@@ -1,5 +1,6 @@
 //! Fine-tunes a language model like Qwen2 by LoRA, in bf16. The pretrained model is read from a folder with several safetensors files, which
-//! the program makes with random weights if there is no such folder, or nothing in it:
+//! the program makes with random weights if there is no such folder, or nothing in it. The size of a model that is there is `--size`, not its
+//! `config.json`, and the tokens are the bytes of the text: a real fine-tuning needs the model's tokenizer.
 //!
 //! ```text
 //! cargo run -p ddprun --release -- --nproc-per-node 2 --example lora

@@ -102,8 +102,8 @@ impl InitOptions {
 /// `torch.distributed.init_process_group`. Every rank must call it; it returns when all have done so.
 ///
 /// With `Backend::Auto` and no device given, a rank that sees a GPU uses NCCL on the GPU with its local rank as number,
-/// and other ranks use the CPU engine. All ranks must end up with the same engine. In a build without NCCL (feature
-/// `cuda`), a GPU as the device creates a group of one rank.
+/// and other ranks use the CPU engine. All ranks must end up with the same engine. A build with the feature `cuda` and without
+/// `nccl` uses the CPU as well, with a warning, unless a GPU is given as the device: it then creates a group of one rank.
 ///
 /// If several ranks share a host and `RAYON_NUM_THREADS` is not set, for example because ranks were started by hand,
 /// each would use all processors. rayon's threads are then limited to the rank's share, unless they are already
@@ -219,8 +219,8 @@ fn unavailable(what: &str, hint: impl Into<String>) -> Error {
 fn no_gpu(is_built_for_gpus: bool, device_count: Result<usize>) -> Option<String> {
     let reason = device_count.err().filter(|_| is_built_for_gpus)?;
     Some(format!(
-        "this program is built for GPUs (feature `cuda`) and trains on the CPU: {reason}. If the CPU is meant, set InitOptions.device \
-         to Device::Cpu"
+        "this program is built for GPUs (feature `cuda`) and trains on the CPU: {reason}. For one rank on a GPU, without NCCL, set \
+         InitOptions.device to Device::new_cuda_with_stream(0); if the CPU is meant, to Device::Cpu"
     ))
 }
 
