@@ -1,4 +1,4 @@
-//! What the compiler refuses. Each promise has two examples with the same beginning: one that breaks it and must not compile, and
+//! Programs that the compiler refuses. Each promise has two examples with the same beginning: one that breaks it and must not compile, and
 //! one that keeps it and must, so that the first fails for the right reason.
 //!
 //! # The guard of `no_sync` is held

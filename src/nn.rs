@@ -24,7 +24,7 @@ use std::sync::Arc;
 /// training mode. On the communicator of the gradients' buckets, their order would differ between ranks, because
 /// buckets become ready at different moments on different ranks. (On GPUs, NCCL promises that two communicators do
 /// not wait for each other only if all ranks start their calls on both in one order. Ranks that run the same layers
-/// do. Those that use different parameters may not, and rely on both kinds of kernels finding room on a GPU at once:
+/// do. Ranks that use different parameters may not, and rely on both kinds of kernels finding room on a GPU at once:
 /// with `CUDA_DEVICE_MAX_CONNECTIONS` below 8, the layer is an error.)
 ///
 /// # Errors

@@ -13,7 +13,7 @@ pub(crate) struct VirtualRanks {
     starts: Arc<[usize]>,
 }
 
-/// What happens to the gradients of one micro-batch on the rank that computes it. A rank has a stack of sums, which lie in
+/// The way of one micro-batch's gradients on the rank that computes it. A rank has a stack of sums, which lie in
 /// planes: one for each maximal subtree of what it has computed.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Leaf {
@@ -86,7 +86,7 @@ impl VirtualRanks {
         Leaf { depth, merges: depth + 1 - after, root: has_root.then(|| self.factor()) }
     }
 
-    /// The subtrees of which rank `rank` sends the sums, by their leaves.
+    /// The subtrees whose sums rank `rank` sends, by their leaves.
     pub(crate) fn subtrees(&self, rank: usize) -> Vec<Range<usize>> {
         subtrees(self.block(rank))
     }

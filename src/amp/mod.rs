@@ -44,7 +44,7 @@
 //!
 //! # Autocast
 //! With `precision: Precision::Autocast(Autocast::Lists(DType::BF16))` the model and its parameters are f32, and each function of [`nn`](crate::nn)
-//! casts its arguments by the list that it is on. The lists are those of PyTorch 2.15 for CUDA:
+//! casts its arguments by the list that it is on. The lists are PyTorch 2.15's for CUDA:
 //!
 //! | list | functions |
 //! |---|---|
@@ -102,7 +102,7 @@
 //!
 //! # On CPUs
 //! bf16 saves time where the processor has AVX512-BF16 (AMD from Zen 4 on, Intel from Cooper Lake on), with the layers of
-//! [`nn`](crate::nn), of which [`add`](crate::nn::add) is the sum of a residual connection. `benches/results/step_bf16.md` has whole steps.
+//! [`nn`](crate::nn) (also [`add`](crate::nn::add), the sum of a residual connection). `benches/results/step_bf16.md` has whole steps.
 //! On other processors, f16 and bf16 take about as long as f32.
 //!
 //! candle's own operations convert each number back and forth (one thread of a Xeon with AVX-512, candle 0.11.1, compared with f32):

@@ -75,7 +75,7 @@ impl Collective {
     }
 }
 
-/// Checks whether `tensor` is on `device`, that of the group, for a [`CheckDevice`].
+/// Checks whether `tensor` is on `device`, the group's, for a [`CheckDevice`].
 pub(crate) fn on_device(tensor: &Tensor, device: &Device) -> std::result::Result<(), String> {
     if tensor.device().same_device(device) {
         return Ok(());

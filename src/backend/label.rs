@@ -26,7 +26,7 @@ labels! {
     DDP_REPLICAS = "the comparison of DistributedDataParallel's replicas";
     DDP_NON_FINITE = "which gradient was not finite";
     DDP_USED = "the used flags of DistributedDataParallel's parameters";
-    JOIN = "a join, in which the program must call no collectives itself";
+    JOIN = "ddp.join (call no collectives inside)";
     JOIN_NEW = "join";
     JOIN_SYNC = "Joined::sync";
     LOADER_NEW = "DataLoader::new";
@@ -46,7 +46,7 @@ labels! {
     OPTIMIZER_STATE = "an optimizer's state_dict";
     OPTIMIZER_SAVE = "Optimizer::save_distributed";
     OPTIMIZER_LOAD = "Optimizer::load_distributed";
-    ELASTIC = "the state that elastic::run brings to all ranks";
+    ELASTIC = "elastic::run's synchronisation of the state";
     ELASTIC_MIRROR = "the shards that elastic::State mirrors";
     SAVE = "save_distributed";
     SAVE_ADAPTER = "save_adapter";

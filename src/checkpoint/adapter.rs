@@ -18,7 +18,7 @@ use std::sync::Arc;
 
 const TENSORS: &str = "adapter_model.safetensors";
 const CONFIG: &str = "adapter_config.json";
-/// What peft puts before the model's own names.
+/// The prefix that peft puts before the model's own names.
 const PREFIX: &str = "base_model.model.";
 /// Options of peft that change what an adapter computes or where it is, and have no counterpart here.
 const UNSUPPORTED: [&str; 16] = [

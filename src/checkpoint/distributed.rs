@@ -29,7 +29,7 @@ use std::path::{Path, PathBuf};
 /// On every rank: rank 0 gets its own error, the others [`Error::RankFailed`](crate::Error::RankFailed) with its
 /// text; or all get the group's failure. An earlier file stays, unless the group fails at the very moment in which
 /// the new, complete file takes its name. Under sharding also [`Error::Mismatch`] for variables that are not the same on all ranks, and
-/// [`Error::Parameter`] for one of which no rank has a part.
+/// [`Error::Parameter`] for a variable of which no rank has a part.
 pub fn save_distributed(group: &ProcessGroup, varmap: &VarMap, path: impl AsRef<Path>) -> Result<()> {
     let saving = Saving::new(varmap);
     let names = saving.sizes().into_iter().map(|(name, _)| name).collect();

@@ -1,4 +1,4 @@
-//! The hashes of files of which each rank reads its pieces.
+//! The hashes of files that ranks read in pieces.
 use crate::Result;
 use crate::process_group::ProcessGroup;
 use crate::state::file::{PartHashes, SafetensorsFile};

@@ -15,7 +15,7 @@ use std::thread;
 /// PyTorch's `parallel_apply`. Returns the outputs in the order of the inputs. With fewer inputs than replicas, only
 /// the first replicas are used; a single input runs on the calling thread.
 ///
-/// An input's tensors must be on its replica's device. The gradients of `f`'s results are those of each replica's own
+/// An input's tensors must be on its replica's device. The gradients of `f`'s results belong to each replica's own
 /// copies; [`DataParallel`](super::DataParallel) sums them.
 ///
 /// # Errors

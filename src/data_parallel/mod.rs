@@ -1,4 +1,4 @@
-//! DataParallel: one process trains a model on several devices, each of which processes a part of every batch.
+//! DataParallel: one process trains a model on several devices. Each device processes a part of every batch.
 //!
 //! As in PyTorch, [`DistributedDataParallel`](crate::DistributedDataParallel) with one process per device is faster: it
 //! averages gradients during the backward pass, and no device has more work than the others. `DataParallel` is for
@@ -232,7 +232,7 @@ impl<M: Sync> DataParallel<M> {
     }
 
     /// Runs models with other signatures: `f` gets a replica and its part of each input, on its device, and returns any
-    /// number of outputs, each of which is gathered.
+    /// number of outputs, and each output is gathered.
     ///
     /// All inputs must have the same number of rows. Outputs are concatenated along dimension 0; scalars become a
     /// vector with one element per replica that had rows. Tensors that `f` uses besides its arguments are on one device

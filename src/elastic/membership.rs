@@ -229,7 +229,7 @@ impl Membership {
         Ok(decision)
     }
 
-    /// What follows the present generation, which ended for `reason`.
+    /// The decision after the present generation, which ended for `reason`.
     fn after(&mut self, reason: &str, deadline: Instant) -> Result<Decision> {
         let number = self.generation() + 1;
         let decision = match self.arbiter {

@@ -74,7 +74,7 @@ mod tests {
         }
     }
 
-    /// What each rank of a group holds after a commit: its own shard, and the one that it mirrors.
+    /// The shards that each rank of a group holds after a commit: its own, and the one that it mirrors.
     fn after_a_commit(ring: &[usize]) -> Vec<Vec<usize>> {
         (0..ring.len()).map(|rank| vec![rank, mirrored(ring, rank)]).collect()
     }

@@ -56,7 +56,7 @@ fn classes(targets: &Tensor) -> Result<Vec<i64>> {
     }
 }
 
-/// The values in f32, none of which is NaN.
+/// The values in f32, without NaN.
 fn floats(name: &'static str, values: &Tensor) -> Result<Vec<f32>> {
     if !values.dtype().is_float() {
         return Err(Error::invalid(name, format!("they must be floating-point numbers, not {:?}", values.dtype())));

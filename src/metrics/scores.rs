@@ -7,7 +7,7 @@ use crate::{Error, Result};
 use candle_core::Tensor;
 
 /// The part of the samples whose target is among the `k` classes with the largest scores: torchmetrics' `MulticlassAccuracy` with
-/// `top_k` and `average="micro"`. Of equal scores, those of the first classes are larger.
+/// `top_k` and `average="micro"`. Among equal scores, the first class counts as larger.
 #[derive(Clone, Debug)]
 pub struct TopKAccuracy {
     k: usize,

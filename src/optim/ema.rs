@@ -72,7 +72,7 @@ impl std::fmt::Debug for Ema {
 }
 
 impl Ema {
-    /// Averages `parameters`, such as those of a `&DistributedDataParallel` or a `&VarMap`. One of a `Vec<Var>` cannot be saved. `decay` is a
+    /// Averages `parameters`, such as a `&DistributedDataParallel` or a `&VarMap`. An average of a `Vec<Var>` cannot be saved. `decay` is a
     /// number or None, as in [`EmaOptions`].
     ///
     /// # Errors
@@ -248,7 +248,7 @@ fn lerp<E: Element>(average: &Tensor, weights: &Tensor, weight: f64) -> Result<(
     })?)
 }
 
-/// Contains `updates`, and `average.{name}` for each parameter. That of a sharded model is saved in parts, one from each rank. Both kinds
+/// Contains `updates`, and `average.{name}` for each parameter. For a sharded model it is saved in parts, one from each rank. Both kinds
 /// load into both kinds of models, with any number of ranks.
 impl StateDict for Ema {
     /// # Errors

@@ -12,7 +12,7 @@ use candle_core::{DType, Tensor, Var};
 /// Options of [`Muon`](super::Muon) for matrices, with the meaning and defaults of PyTorch's `torch.optim.Muon`.
 ///
 /// As its authors' Muon, it takes the kernel of a convolution, of shape (o, i, h, w), for a matrix of shape (o, i h w), and updates each
-/// matrix of a stack, such as that of experts, (e, rows, columns), by itself.
+/// matrix of a stack, such as a stack of experts (e, rows, columns), by itself.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ParamsMuon {
     /// Learning rate. Default: 0.001.

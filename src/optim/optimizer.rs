@@ -60,7 +60,7 @@ pub trait Optimizer: StateDict {
     /// Changes the learning rate of each group of parameters.
     ///
     /// # Errors
-    /// Returns [`Error::InvalidArgument`] if their number is not that of the groups, or if one is negative or not
+    /// Returns [`Error::InvalidArgument`] if their number differs from the number of groups, or if one is negative or not
     /// finite.
     fn set_learning_rates(&mut self, learning_rates: &[f64]) -> Result<()>;
 
@@ -95,7 +95,7 @@ pub trait Optimizer: StateDict {
         scaler.unscale(grads)
     }
 
-    /// What [`GradScaler::step`] does. An optimizer whose kernels can leave out a step by themselves does not wait for the verdict in
+    /// The step of [`GradScaler::step`]. An optimizer whose kernels can leave out a step by themselves does not wait for the verdict in
     /// between.
     #[doc(hidden)]
     fn step_scaled(&mut self, scaler: &mut GradScaler, grads: &mut GradStore) -> Result<bool> {
@@ -125,7 +125,7 @@ pub trait Optimizer: StateDict {
     /// together in one map.
     ///
     /// # Errors
-    /// Returns those of `load_state_dict` for a state of another kind of optimizer, or of a parameter of another shape.
+    /// The errors of `load_state_dict` for a state of another kind of optimizer, or of a parameter of another shape.
     /// Nothing is changed then.
     fn load_known(&mut self, state: &HashMap<String, Tensor>) -> Result<KnownState> {
         let mut own = self.state_dict()?;
@@ -170,7 +170,7 @@ pub trait Optimizer: StateDict {
     }
 }
 
-/// What [`Optimizer::load_known`] did with each parameter. The names are sorted.
+/// The parameters that [`Optimizer::load_known`] loaded, and those that it did not. The names are sorted.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct KnownState {

@@ -90,7 +90,7 @@ pub trait UpdateRule: Clone + Debug {
     /// f32 for parameters of f32, f16 and bf16: the optimizer converts 16-bit parameters and gradients, and rounds the result. A
     /// state is zero at first. `step` counts the updates of this parameter from 1.
     ///
-    /// Your rule may call that of another for some parameters, such as AdamW for those that are no matrices. The rules
+    /// Your rule may call another rule for some parameters, such as AdamW for everything but matrices. The rules
     /// of this crate also take f16 and bf16, with f32 states. `max_grad_norm` of LAMB is the business of the optimizer
     /// and has no effect here.
     ///

@@ -14,7 +14,7 @@ pub(super) type Settings = Vec<(&'static str, Vec<f64>)>;
 pub(super) trait Setting: Sized {
     fn numbers(&self) -> Vec<f64>;
 
-    /// None if they are not those of such an option.
+    /// None if they do not fit such an option.
     fn of(numbers: &[f64]) -> Option<Self>;
 }
 
@@ -100,7 +100,7 @@ pub(super) fn save(dict: &mut HashMap<String, Tensor>, settings: Settings) -> Re
     })
 }
 
-/// Those of the `own` settings that are others in a state. States of earlier versions have none.
+/// The `own` settings that differ in a state. States of earlier versions have none.
 pub(super) fn load(dict: &HashMap<String, Tensor>, loader: &mut Loader, own: &Settings) -> Result<Settings> {
     let mut changed = Vec::new();
     for (name, numbers) in own.iter().filter(|(name, _)| dict.contains_key(&key(name))) {

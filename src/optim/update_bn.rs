@@ -9,7 +9,7 @@ use candle_core::{DType, Tensor, Var};
 use candle_ddp_nn::with_cumulative_statistics;
 
 /// Computes the running statistics of all [`BatchNorm`](crate::nn::BatchNorm)s of `ddp` anew, for weights that it has not been trained with,
-/// such as averages: PyTorch's `torch.optim.swa_utils.update_bn`. They become those of all `batches` of all ranks, each with the same weight,
+/// such as averages: PyTorch's `torch.optim.swa_utils.update_bn`. They become the statistics over all `batches` of all ranks, each with the same weight,
 /// and are the same on all ranks.
 ///
 /// `forward` must be the forward pass in training mode. It runs under [`no_grad`](crate::nn::no_grad), inside of
@@ -92,7 +92,7 @@ impl Statistic {
         var.dtype().is_float().then_some(Self { name, var, initial })
     }
 
-    /// Refuses one that has changed although no layer of ours counts a batch in it.
+    /// Refuses a variable that has changed although no layer of ours counts a batch in it.
     fn check(&self, count: f64) -> Result<()> {
         let values = self.var.as_detached_tensor().to_dtype(DType::F64)?.flatten_all()?.to_vec1::<f64>()?;
         if count > 0. || values.iter().all(|value| *value == self.initial) {

@@ -28,7 +28,7 @@ impl ProcessGroup {
     /// batch must have the same collectives before it. With the CPU engines, it is independent of the collectives.
     ///
     /// # Errors
-    /// Those of [`isend`](Self::isend) and [`irecv`](Self::irecv), and [`Error::InvalidTensor`](crate::Error::InvalidTensor)
+    /// The errors of [`isend`](Self::isend) and [`irecv`](Self::irecv), and [`Error::InvalidTensor`](crate::Error::InvalidTensor)
     /// if a tensor that is received overlaps another one of the batch. If a message is refused, none is sent.
     #[track_caller]
     pub fn batch_isend_irecv(&self, batch: &[P2pOp]) -> Result<Work> {

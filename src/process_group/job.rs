@@ -35,7 +35,7 @@ pub(crate) struct Job {
 
 /// A group that was split off.
 struct Listed {
-    /// The number of the group of which it is a part: either ends with the other.
+    /// The number of the group that it is a part of: either ends with the other.
     part_of: u64,
     global_ranks: Vec<usize>,
     communicator: Weak<dyn Communicator>,

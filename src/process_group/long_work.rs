@@ -97,7 +97,7 @@ impl ProcessGroup {
     }
 }
 
-/// What a thread says about its work.
+/// A thread's report about its work.
 enum Event<T> {
     /// It needs a part.
     Asks,

@@ -25,7 +25,7 @@ struct Dimension {
     group: ProcessGroup,
 }
 
-/// The mesh of which others are slices.
+/// The whole mesh, whose slices the others are.
 #[derive(Debug)]
 struct Whole {
     pg: ProcessGroup,

@@ -211,7 +211,7 @@ impl ProcessGroup {
     /// ```
     ///
     /// # Errors
-    /// Returns [`Error::InvalidArgument`] for an object that cannot be sent, of which `peer` learns, and errors of the group.
+    /// Returns [`Error::InvalidArgument`] for an object that cannot be sent, on `peer` too, and errors of the group.
     #[track_caller]
     pub fn send_object<T: Serialize>(&self, object: &T, peer: usize) -> Result<()> {
         let own = to_bytes(object);

@@ -1,4 +1,4 @@
-//! Ties this process's life to that of its parent.
+//! Ties this process's life to its parent's.
 use crate::{Error, Result};
 
 /// Makes the kernel kill this process when its parent dies.

@@ -11,7 +11,7 @@ use std::time::Instant;
 /// Which of the groups of a job a group is, and how its ranks are numbered in the group of all ranks.
 pub(super) struct Place {
     pub(super) job: Arc<Job>,
-    /// Its number among the groups of the job, and the number of the group of which it is a part.
+    /// Its number among the groups of the job, and the number of the group that it is a part of.
     number: u64,
     part_of: u64,
     /// This rank's number in the group.
@@ -134,7 +134,7 @@ impl Place {
         }
     }
 
-    /// `failure`, which says of which group it is if its ranks have other numbers in the group of all ranks.
+    /// `failure`, which names its group if its ranks have other numbers in the group of all ranks.
     fn named(&self, failure: Failure) -> Failure {
         match self.global_ranks.iter().enumerate().all(|(rank, global)| rank == *global) {
             true => failure,

@@ -117,7 +117,7 @@ impl ProcessGroup {
     }
 }
 
-/// Returns an error if an argument, of which `all` has each rank's, is not the same on all ranks.
+/// Returns an error if an argument is not the same on all ranks. `all` has each rank's.
 pub(crate) fn same_on_all<T: PartialEq + Display>(argument: &'static str, all: &[T]) -> Result<()> {
     let Some(rank) = all.iter().position(|theirs| *theirs != all[0]) else { return Ok(()) };
     let (first, other) = (&all[0], &all[rank]);
@@ -125,7 +125,7 @@ pub(crate) fn same_on_all<T: PartialEq + Display>(argument: &'static str, all: &
     Err(Error::invalid(argument, reason))
 }
 
-/// What is sent in one call. A rank that is in another call, and takes a number for a length, asks for no more memory than this.
+/// The most that is sent in one call. A rank that is in another call, and takes a number for a length, asks for no more memory than this.
 const PART: usize = 64 << 20;
 /// Far more than any report.
 pub(super) const LONGEST_REPORT: usize = 64 << 30;

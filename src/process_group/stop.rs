@@ -15,9 +15,9 @@ use std::sync::{Arc, LazyLock, Mutex};
 /// `stop_requested` is ended only by SIGKILL, which launchers and schedulers send after a while.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct StopSignals {
-    /// What schedulers send before they take a machine away, and `ddprun` when it is to end. Default: false.
+    /// SIGTERM, which schedulers send before they take a machine away, and `ddprun` when it is to end. Default: false.
     pub sigterm: bool,
-    /// What Slurm sends ahead of a job's end, as with `--signal=USR1@120`. A flight recorder that writes its file on
+    /// SIGUSR1, which Slurm sends ahead of a job's end, as with `--signal=USR1@120`. A flight recorder that writes its file on
     /// this signal does so as well. Default: false.
     pub sigusr1: bool,
 }
@@ -41,7 +41,7 @@ impl StopSignals {
     }
 }
 
-/// What a group knows of requests to stop.
+/// A group's state of requests to stop.
 #[derive(Default)]
 pub(crate) struct Stop {
     /// Whether this rank's program has asked for it.
@@ -49,7 +49,7 @@ pub(crate) struct Stop {
     agreed: Mutex<Agreed>,
 }
 
-/// What the ranks have agreed on.
+/// The agreement of the ranks.
 #[derive(Default)]
 enum Agreed {
     #[default]

@@ -32,7 +32,7 @@ impl ProcessGroup {
     }
 
     /// Like [`new_group`](Self::new_group). If `is_part`, the program does not know the group: either ends with the other, and its
-    /// errors are those of the group of all ranks.
+    /// errors belong to the group of all ranks.
     pub(super) fn split_off(&self, ranks: &[usize], is_part: bool) -> Result<Option<Self>> {
         if let Some(&rank) = ranks.iter().find(|rank| **rank >= self.world_size()) {
             return Err(Error::RankOutOfRange { rank, world_size: self.world_size() });

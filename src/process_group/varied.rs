@@ -10,7 +10,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use std::panic::Location;
 
-/// What ranks must know of each other's tensors: the dtype, the shape, and the dimension that may differ.
+/// The description of a rank's tensors for the others: the dtype, the shape, and the dimension that may differ.
 type Facts = (String, Vec<usize>, usize);
 
 impl ProcessGroup {

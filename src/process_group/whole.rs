@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 const PATIENCE: Duration = Duration::from_secs(5);
 const POLL: Duration = Duration::from_millis(5);
 
-/// The group of which some ranks form a part.
+/// The whole group, a part of whose ranks form this one.
 #[derive(Clone)]
 pub(super) struct Whole {
     communicator: Weak<dyn Communicator>,

@@ -520,6 +520,6 @@ fn a_collective_of_the_program_inside_of_a_join_is_named() {
         })
     });
     let text = error.unwrap_err().to_string();
-    let join = "for a join, in which the program must call no collectives itself";
+    let join = "for ddp.join (call no collectives inside)";
     assert!(text.contains(join), "{text}");
 }

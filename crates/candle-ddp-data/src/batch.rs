@@ -26,7 +26,7 @@ pub trait Batch: Sized {
     /// The batch with `f` of each of its tensors, always in the same order.
     ///
     /// # Errors
-    /// Those of `f`.
+    /// The errors of `f`.
     fn map_tensors(self, f: &mut dyn FnMut(Tensor) -> Result<Tensor>) -> Result<Self>;
 }
 

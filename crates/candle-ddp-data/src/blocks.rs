@@ -11,7 +11,7 @@ pub struct BlockOptions {
     /// How many blocks have their samples mixed. Default: 16.
     pub window: usize,
     /// How many orders there are side by side, each with its part of the blocks: the order takes one sample of each in turn.
-    /// If it is a multiple of the number of ranks, each rank reads blocks of its own, so that hosts need not read the same
+    /// If it is a multiple of the number of ranks, each rank reads its own blocks, so that hosts need not read the same
     /// shards. It belongs to the order, so it must stay when the number of ranks changes. Default: 1, with which all ranks read
     /// the same blocks at the same time, as is best on one host, where they share the system's cache.
     pub lanes: usize,
@@ -25,7 +25,7 @@ impl Default for BlockOptions {
 
 /// A shuffle that keeps reads nearly sequential, for data that does not fit into memory, such as [`TarShards`](super::TarShards):
 /// blocks of neighbouring samples come in a random order, and the samples of a window of blocks are mixed. At any time the ranks
-/// read one window (for each lane), which the system's cache, or that of a [`RangeCache`](super::RangeCache), should hold.
+/// read one window (for each lane), which the system's cache, or a [`RangeCache`](super::RangeCache), should hold.
 ///
 /// ```
 /// use candle_ddp::data::{BlockOptions, BlockShuffle, DataLoader, LoaderOptions};

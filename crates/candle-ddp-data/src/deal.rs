@@ -2,7 +2,7 @@
 use super::{LoaderGroup, LoaderOptions, Remainder, SamplerOptions};
 use candle_ddp_state::{Error, Result};
 
-/// A rank's part of an order. The places of an order are those of its samples, or of its batches where it makes them itself.
+/// A rank's part of an order. A place of an order is a sample, or a batch if the order makes batches itself.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Deal {
     pub(super) rank: usize,

@@ -27,7 +27,7 @@ impl Default for LengthOptions {
 /// steps. It makes the batches itself, so the loader's `batch_size` must be 1; `collate` must pad the samples to the longest.
 ///
 /// Each epoch has other batches, in a random order, and may have some more or fewer of them. A batch has as many samples
-/// as fit into `max_tokens`; so if a loss is a mean over samples or tokens, batches of few weigh as much as those of many.
+/// as fit into `max_tokens`; so if a loss is a mean over samples or tokens, small batches weigh as much as large ones.
 /// `Backward::count` is the mean over all of a step's samples or tokens.
 ///
 /// ```
@@ -67,7 +67,7 @@ impl LengthBatches {
     /// Like [`new`](Self::new), with options.
     ///
     /// # Errors
-    /// Those of [`new`](Self::new), and [`Error::InvalidArgument`] if `max_samples` is 0 or `noise` is negative, NaN or infinite.
+    /// The errors of [`new`](Self::new), and [`Error::InvalidArgument`] if `max_samples` is 0 or `noise` is negative, NaN or infinite.
     pub fn with_options(
         lengths: impl IntoIterator<Item = usize>,
         max_tokens: usize,

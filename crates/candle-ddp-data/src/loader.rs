@@ -119,7 +119,7 @@ where
     /// Like [`new`](Self::new); `collate` makes a batch of samples.
     ///
     /// # Errors
-    /// Those of [`new`](Self::new).
+    /// The errors of [`new`](Self::new).
     pub fn with_collate<C>(dataset: D, group: &dyn LoaderGroup, options: LoaderOptions, collate: C) -> Result<Self>
     where
         C: Fn(Vec<D::Sample>) -> Result<T> + Send + Sync + 'static,

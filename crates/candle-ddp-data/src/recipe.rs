@@ -6,7 +6,7 @@ use candle_ddp_state::{Error, Result};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
-/// What makes the batches of one epoch. Panics of the program's code come out as errors.
+/// Makes the batches of one epoch. Panics of the program's code come out as errors.
 pub(super) struct Recipe<D, F> {
     pub(super) dataset: Arc<D>,
     pub(super) collate: F,

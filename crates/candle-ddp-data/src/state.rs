@@ -57,7 +57,7 @@ impl LoaderState {
     /// split evenly, the head of the epoch is repeated.
     ///
     /// # Errors
-    /// Those of [`DistributedSampler::new`].
+    /// The errors of [`DistributedSampler::new`].
     pub fn indices(&self, rank: usize, world_size: usize) -> Result<SamplerIter> {
         let options = SamplerOptions { seed: self.seed, ..Default::default() };
         let mut sampler = DistributedSampler::new(self.dataset_len, rank, world_size, options)?;

@@ -43,12 +43,12 @@ struct Shared<S, T> {
 /// The batches that were begun and not delivered.
 struct Window<S, T> {
     options: LoaderOptions,
-    /// Those that are not begun.
+    /// The batches that are not begun.
     order: Batches,
     batches: VecDeque<Batch<S, T>>,
     /// The number of the first one of them in the epoch.
     first: usize,
-    /// What to read next: a batch, by its number, and the place in it.
+    /// The next sample to read: the number of its batch, and its place in it.
     next: (usize, usize),
     /// Nothing is left to be begun.
     exhausted: bool,

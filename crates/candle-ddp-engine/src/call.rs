@@ -69,7 +69,7 @@ const REDUCTIONS: [ReduceOp; 5] = [ReduceOp::Sum, ReduceOp::Avg, ReduceOp::Min, 
 /// come from different places.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Call {
-    /// What is done.
+    /// The operation.
     pub operation: Operation,
     /// `None` if no data moves.
     pub element: Option<Element>,
@@ -80,7 +80,7 @@ pub struct Call {
     /// The number of elements of the tensor; with two tensors, of the smaller one (the input of an all-gather, the
     /// output of a reduce-scatter); for an all-to-all, of the input.
     pub count: u64,
-    /// What the call is for.
+    /// The purpose of the call.
     pub label: Label,
     /// The shape of the tensor whose elements are counted.
     pub shape: ShapeCode,

@@ -63,7 +63,7 @@ impl CallSite {
     }
 
     /// Says that what `work` does on this thread is done at `location` of the program, unless that is done at a place further
-    /// outside. Calls do not come from there: those of this crate have a label.
+    /// outside. Calls do not come from there: this crate's own calls have a label.
     #[doc(hidden)]
     pub fn around<T>(location: &'static Location<'static>, work: impl FnOnce() -> T) -> T {
         /// Restores the previous place, even if `work` panics.

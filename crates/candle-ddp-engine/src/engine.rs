@@ -172,7 +172,7 @@ impl Engine {
         }
     }
 
-    /// Starts the threads that listen to the other ranks: one to those of other hosts, one to those of this host.
+    /// Starts the threads that listen to the other ranks: one for other hosts, one for this host.
     fn start_monitors(&mut self, door: Option<Door>) -> Result<()> {
         let rank = self.group.rank;
         if let Some(door) = door {

@@ -8,7 +8,7 @@ use crate::failure::CallCounts;
 use crate::operation::Flow;
 use std::io::{Error, ErrorKind};
 
-/// What is known of a rank of another host that takes part no more.
+/// The facts about a rank of another host that no longer takes part.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Fate {
     /// It has left in good order, after this collective.
@@ -37,7 +37,7 @@ impl Fate {
     }
 }
 
-/// What a rank has been told about one of another host.
+/// A message about a rank of another host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct News {
     pub(crate) rank: usize,

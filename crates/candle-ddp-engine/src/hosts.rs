@@ -112,7 +112,7 @@ impl Hosts {
         self.hosts.iter().all(|host| host.len() == 1)
     }
 
-    /// The rank among `ranks`, those of another host, that sends data needed by all ranks to the rank with number
+    /// The rank among `ranks`, which are on another host, that sends data needed by all ranks to the rank with number
     /// `index` on its own host. Hosts may have different numbers of ranks.
     pub(crate) fn proxy(ranks: &[usize], index: usize) -> usize {
         ranks[index % ranks.len()]

@@ -137,7 +137,7 @@ impl<'a> Region<'a> {
         self.write_all(|bytes| Ok(work(bytes.get_mut(self.range()).ok_or_else(beyond)?)))
     }
 
-    /// Calls `work`, which must not wait for anything, with the bytes for writing and those of `input` for reading.
+    /// Calls `work`, which must not wait for anything, with its bytes for writing, and the bytes of `input` for reading.
     pub(crate) fn write_from<R>(
         self,
         input: Self,

@@ -1,4 +1,4 @@
-//! What a call works on: the memory of its tensors.
+//! The operands of a call: the memory of its tensors.
 use crate::call::{Call, Element};
 use crate::memory::{Locking, Memory, Region};
 use crate::operation::Operation;
@@ -34,9 +34,9 @@ impl std::fmt::Debug for Slice<'_> {
 /// The bytes of a call. A call whose operands are not those that its [`Call`] describes fails, and ends the group.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Operands<'a> {
-    /// What the call changes; for a call on one tensor that is not a [send](crate::Operation::Send), its tensor.
+    /// The memory that the call changes; for a call on one tensor that is not a [send](crate::Operation::Send), its tensor.
     pub output: Option<Slice<'a>>,
-    /// What the call only reads.
+    /// The memory that the call only reads.
     pub input: Option<Slice<'a>>,
 }
 

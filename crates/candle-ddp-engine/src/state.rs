@@ -30,7 +30,7 @@ pub(crate) struct State {
     pub(crate) leaving: bool,
     /// The connections that the monitor should make.
     pub(crate) wanted: Vec<(usize, Kind)>,
-    /// What this rank has been told about ranks of other hosts, and has not looked into yet.
+    /// Messages about ranks of other hosts that this rank has not looked into yet.
     pub(crate) heard: Vec<News>,
     /// Whether there are connections that peers may take for made, and that this rank has not taken yet.
     pub(crate) is_connecting: bool,
@@ -190,7 +190,7 @@ impl State {
         Some(News { rank: peer, fate, witness: gone.as_ref().and_then(Gone::witness).unwrap_or(rank) })
     }
 
-    /// What this rank tells `peer` when it leaves in good order.
+    /// This rank's message to `peer` when it leaves in good order.
     pub(crate) fn goodbye(&self, peer: usize) -> Frame {
         let (collectives, Peer { sends, recvs, .. }) = (self.collectives.begun(), &self.peers[peer]);
         Frame::Goodbye(CallCounts { collectives, sent: sends.begun(), received: recvs.begun() })

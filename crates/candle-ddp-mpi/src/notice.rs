@@ -1,4 +1,4 @@
-//! What the engines of a group tell each other besides the program's data: how many calls a rank had made when it left, or
+//! Messages between the engines of a group besides the program's data: how many calls a rank had made when it left, or
 //! why the group has failed.
 use crate::comm::Notices;
 use candle_ddp::Failure;

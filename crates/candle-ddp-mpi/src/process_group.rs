@@ -67,7 +67,7 @@ pub fn init_process_group(options: MpiOptions) -> Result<ProcessGroup> {
 /// [`ProcessGroup::abort_on_error`]. If `program` fails on this rank, the other ranks get its error at once.
 ///
 /// # Errors
-/// Those of [`init_process_group`] and of `program`. The error type can be `anyhow::Error` or a type of the program.
+/// The errors of [`init_process_group`] and of `program`. The error type can be `anyhow::Error` or a type of the program.
 pub fn run<T, E: Display + From<Error>>(program: impl FnOnce(&ProcessGroup) -> Result<T, E>) -> Result<T, E> {
     let group = init_process_group(MpiOptions::default())?;
     group.abort_on_error(|| program(&group))

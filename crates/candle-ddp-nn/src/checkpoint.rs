@@ -64,7 +64,7 @@ pub trait Results: Sized {
     /// Replaces each tensor, in order.
     ///
     /// # Errors
-    /// Those of `replace`.
+    /// The errors of `replace`.
     fn replace(self, replace: &mut dyn FnMut(Tensor) -> Result<Tensor>) -> Result<Self>;
 }
 
@@ -96,7 +96,7 @@ impl<T: Results> Results for Vec<T> {
 /// through its result.
 ///
 /// # Errors
-/// Those of [`checkpoint`].
+/// The errors of [`checkpoint`].
 #[doc(hidden)]
 pub fn checkpoint_holding<F, T, G>(inputs: &[&Tensor], function: F) -> Result<T>
 where

@@ -35,7 +35,7 @@ const TARGETS: &str = "the targets of cross_entropy";
 /// ```
 ///
 /// # Errors
-/// Those of [`cross_entropy_with`].
+/// The errors of [`cross_entropy_with`].
 pub fn cross_entropy(logits: &Tensor, targets: &Tensor) -> Result<Tensor> {
     cross_entropy_with(logits, targets, CrossEntropyOptions::default())
 }

@@ -82,7 +82,7 @@ impl Dropout {
     /// In training [`dropout`], otherwise `x`.
     ///
     /// # Errors
-    /// Those of [`dropout`].
+    /// The errors of [`dropout`].
     pub fn forward(&self, x: &Tensor, train: bool) -> Result<Tensor> {
         if !train {
             return Ok(x.clone());

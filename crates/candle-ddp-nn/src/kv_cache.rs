@@ -420,7 +420,7 @@ mod tests {
         t.flatten_all().unwrap().to_vec1().unwrap()
     }
 
-    /// Rings of tracked tensors equal those of untracked ones, for all lengths, and gradients reach the tensors in
+    /// Rings of tracked and of untracked tensors are equal, for all lengths, and gradients reach the tensors in
     /// them.
     #[test]
     fn rings_are_candles_and_have_gradients() {

@@ -106,7 +106,7 @@ impl Module for Linear {
     }
 }
 
-/// The result of a layer whose weight has this adapter. Its gradients are those of two narrow products.
+/// The result of a layer whose weight has this adapter. Its gradients come from two narrow products.
 pub(crate) fn adapted(adapter: &Adapter, x: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
     let y = Linear::new(adapter.base().clone(), bias.cloned()).forward(x)?;
     let delta = adapter.multiplied(x, |x| {

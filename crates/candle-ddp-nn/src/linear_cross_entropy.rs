@@ -27,7 +27,7 @@ pub struct LinearCrossEntropyOptions {
 /// The cross entropy between x · weightᵀ + bias and `targets`. [`linear_cross_entropy_with`] with the default options.
 ///
 /// # Errors
-/// Those of [`linear_cross_entropy_with`].
+/// The errors of [`linear_cross_entropy_with`].
 pub fn linear_cross_entropy(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, targets: &Tensor) -> Result<Tensor> {
     linear_cross_entropy_with(x, weight, bias, targets, LinearCrossEntropyOptions::default())
 }
@@ -42,7 +42,7 @@ pub fn linear_cross_entropy(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, 
 /// `targets` has the shape of `x` without its last dimension, and the dtypes and values of
 /// [`cross_entropy_with`](crate::cross_entropy_with). Logits are rounded to the dtype; the loss is calculated in f32 (f64 for f64).
 ///
-/// The forward pass calculates the gradients of the logits as well, and those of its arguments if it takes chunks or runs on a CPU;
+/// The forward pass also calculates the gradients of the logits, and of its arguments if it takes chunks or runs on a CPU;
 /// under [`no_grad`](crate::no_grad) it does not.
 ///
 /// ```

@@ -130,7 +130,7 @@ impl MaxPool {
         [&[planes][..], extents.as_flattened(), &[vector, channels]].concat()
     }
 
-    /// Whether windows are those of the kernels that halve the width.
+    /// Whether the kernels that halve the width have these windows.
     fn halves(&self) -> bool {
         let Windows { kernel, stride, padding, .. } = self.columns;
         (self.rows.kernel, kernel, stride, padding) == (3, 3, 2, 1)

@@ -23,17 +23,17 @@ pub trait BatchNormGroup: Debug + Send + Sync {
     /// end here: `mine` has no graph, and the layer computes the gradient of its input itself.
     ///
     /// # Errors
-    /// Those of the collective.
+    /// The errors of the collective.
     fn all_gather(&self, mine: &Tensor) -> Result<Tensor>;
 
     /// Replaces `sums` by its sum over all ranks. Gradients end here, as in [`all_gather`](Self::all_gather).
     ///
     /// # Errors
-    /// Those of the collective.
+    /// The errors of the collective.
     fn all_reduce(&self, sums: &Tensor) -> Result<()>;
 }
 
-/// What normalises a batch.
+/// The statistics by which a batch is normalised.
 pub(super) struct Statistics {
     pub(super) mean: Tensor,
     pub(super) inverse_deviation: Tensor,
@@ -69,7 +69,7 @@ pub(super) fn combine(group: &dyn BatchNormGroup, local: &Tensor, count: &Tensor
 /// (x − mean) × scale + shift, and the operation that follows. The arguments are x, weight and bias, if there are any, and z, if
 /// there is one.
 pub(super) struct Normalise {
-    /// Those of x, and of the result.
+    /// The memory format of x and of the result.
     pub(super) format: MemoryFormat,
     pub(super) shape: Shape,
     /// [`channels::batch_of`] it.

@@ -48,7 +48,7 @@ pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
 /// Gradients end here at `cos` and `sin`.
 ///
 /// # Errors
-/// Those of [`rope`].
+/// The errors of [`rope`].
 pub fn rope_i(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
     apply(x, cos, sin, Kind::Interleaved)
 }
@@ -57,7 +57,7 @@ pub fn rope_i(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
 /// end here at `cos` and `sin`.
 ///
 /// # Errors
-/// Those of [`rope`].
+/// The errors of [`rope`].
 pub fn rope_thd(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
     apply(x, cos, sin, Kind::HalvesThd)
 }

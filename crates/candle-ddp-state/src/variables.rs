@@ -120,7 +120,7 @@ pub fn not_in_model(name: &str) -> candle_core::Error {
     candle_core::Error::msg(format!("{name} is not a variable of the model: build the same model, with the same names"))
 }
 
-/// Whether a variable's name is that of a batch norm's running statistics.
+/// Whether a variable's name is one of a batch norm's running statistics.
 pub fn is_batch_norm_buffer(name: &str) -> bool {
     let last = name.rsplit('.').next().unwrap_or(name);
     ["running_mean", "running_var", "num_batches_tracked"].contains(&last)

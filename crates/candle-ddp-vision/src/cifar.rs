@@ -127,7 +127,7 @@ impl<T: Transform> Cifar100<T> {
     }
 }
 
-/// Records, each of which has a few labels of one byte, and an image.
+/// Records of a few labels, one byte each, and an image.
 struct Records {
     bytes: Vec<u8>,
     labels: usize,

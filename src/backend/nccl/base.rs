@@ -1,4 +1,4 @@
-//! What a rank does before it has a communicator: it opens its GPU, connects to the other ranks, and starts the threads of its group.
+//! The beginning of a rank, before it has a communicator: it opens its GPU, connects to the other ranks, and starts the threads of its group.
 use super::comm::{self, BLOCKING, Comm, Limit, OLDEST_VERSION, UniqueId, WaitError, blocking};
 use super::comm_streams::{CommStreams, abort_timeout};
 use super::device::check_queues;
@@ -83,7 +83,7 @@ fn absence(id: &UniqueId) -> String {
     format!("not all ranks came into NCCL{address}")
 }
 
-/// What a rank has before its communicator is connected.
+/// A rank whose communicator is not connected yet.
 pub(super) struct Base {
     pub(super) group: Arc<Group>,
     pub(super) streams: Streams,

@@ -41,7 +41,7 @@ pub fn device_count() -> Result<usize> {
 /// The device of a rank: `explicit` or else, among the GPUs that `CUDA_VISIBLE_DEVICES` shows, the one whose number is
 /// the rank's local rank. If that variable shows exactly one GPU to the process, as under Slurm, it is that one.
 ///
-/// A device that is chosen here has a stream of its own, which all threads use: with candle's usual one, each thread's default
+/// A device that is chosen here has its own stream, which all threads use: with candle's usual one, each thread's default
 /// stream, memory that another thread frees would not be ordered with the work that uses it.
 pub(crate) fn choose_device(explicit: Option<Device>, local_rank: usize) -> Result<Device> {
     match explicit {

@@ -16,7 +16,7 @@ const OPERATION: &str = "the test of the links between the GPUs";
 /// As many numbers as NCCL sends over all of its channels, in 1 MiB.
 const COUNT: usize = 1 << 18;
 
-/// The numbers of a rank: multiples of those of rank 0.
+/// The numbers of a rank: multiples of rank 0's.
 fn numbers(rank: usize) -> Vec<u32> {
     (0..COUNT as u32).map(|index| (index ^ 0x5bd1).wrapping_mul(rank as u32 + 1)).collect()
 }

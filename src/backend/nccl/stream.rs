@@ -160,7 +160,7 @@ impl Streams {
         self.mark_on(&self.nccl, timed)
     }
 
-    /// Relates the time of the GPU to that of the host. First waits for NCCL's stream.
+    /// Relates the GPU's clock to the host's. First waits for NCCL's stream.
     pub(super) fn clock(&self) -> Result<Clock, DriverError> {
         const TRIES: usize = 10;
         self.nccl.synchronize()?;

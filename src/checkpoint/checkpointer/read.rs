@@ -14,7 +14,7 @@ pub(super) struct Reader<'a> {
 }
 
 impl Reader<'_> {
-    /// What was saved of the part that `state` is.
+    /// The saved values of the part `state`.
     pub(super) fn read(&self, part: &Part, state: &dyn StateDict) -> Result<Saved> {
         let all = |Written { name, hash, .. }: &Written| read_state(&self.folder.join(name), *hash);
         if let (false, [file]) = (part.sharded, &*part.files) {

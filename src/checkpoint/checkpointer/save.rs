@@ -109,7 +109,7 @@ impl Checkpointer {
         Ok(SaveHandle(save))
     }
 
-    /// What this rank saves.
+    /// The entries that this rank saves.
     fn snapshot(&mut self, step: u64, parts: &[(&str, &mut dyn StateDict)]) -> Result<Vec<PartSnapshot>> {
         index::check_names(parts.iter().map(|(name, _)| *name))?;
         let is_first = self.group.rank() == 0;

@@ -32,7 +32,7 @@ pub(crate) struct Construction {
 /// The blocks of a model that is built.
 pub(crate) struct Blocks {
     pub(in crate::ddp) units: Arc<Units>,
-    /// What is outside of blocks. The other blocks hold their own.
+    /// The parameters outside of blocks. Each block holds its own.
     _root: Arc<Unit>,
     /// The block of each variable.
     pub(in crate::ddp) owners: HashMap<String, usize>,
@@ -40,7 +40,7 @@ pub(crate) struct Blocks {
 
 #[derive(Default)]
 struct State {
-    /// What was requested outside of blocks.
+    /// The parameters that were requested outside of blocks.
     outside: Vec<Requested>,
     /// The block that is being built, with its name.
     block: Option<(String, Vec<Requested>)>,
@@ -55,7 +55,7 @@ struct State {
 struct Requested {
     name: String,
     kind: Kind,
-    /// What the model holds.
+    /// The tensors that the model holds.
     tensor: Tensor,
     /// Its first value, in the dtype of this rank's piece.
     value: Tensor,
@@ -230,7 +230,7 @@ impl Construction {
     }
 }
 
-/// What ranks must agree on.
+/// The facts on which ranks must agree.
 fn report(name: &str, requested: &[Requested]) -> String {
     let mut lines = vec![name.to_string()];
     lines.extend(requested.iter().map(|Requested { name, kind, tensor, value }| {

@@ -9,7 +9,7 @@ use candle_core::{DType, Device, Tensor, Var};
 
 /// The tensors of one kind. A bucket of their gradients is cut in the same way.
 pub(super) struct Flat {
-    /// Those that the model holds, which have memory while the block computes.
+    /// The tensors that the model holds, which have memory while the block computes.
     tensors: Vec<Tensor>,
     /// This rank's elements of each.
     pieces: Vec<Var>,

@@ -40,7 +40,7 @@ pub(crate) struct Units {
 struct Flow {
     /// In the order of their calls.
     called: Vec<usize>,
-    /// Those of the forward pass before.
+    /// The blocks that the previous forward pass called.
     before: Vec<usize>,
     /// How many of `called` the backward pass has not reached.
     ahead: usize,
@@ -52,7 +52,7 @@ struct Flow {
     has_graph: bool,
     /// The comparison of the ranks' orders that is on its way.
     comparison: Option<Incoming>,
-    /// Whether that of `called` has begun.
+    /// Whether the comparison of `called` has begun.
     is_compared: bool,
 }
 
@@ -81,7 +81,7 @@ impl Unit {
         self.units.reshard_after_forward
     }
 
-    /// Gathers the parameters, unless they are there. Starts to gather those of the block that should come next.
+    /// Gathers the parameters, unless they are there, and starts to gather the parameters of the block that should come next.
     pub(super) fn hold(self: &Arc<Self>, run: Run) -> Result<Held> {
         self.enter(run)?;
         Ok(Held(Arc::clone(self)))
@@ -338,7 +338,7 @@ impl Flow {
         !self.is_compared && !self.called.is_empty()
     }
 
-    /// A block begins to compute. Returns the one that should be next.
+    /// A block begins to compute. Returns the block that should be next.
     fn enter(&mut self, number: usize, run: Run) -> Option<usize> {
         if number == 0 {
             return (run == Run::Forward).then(|| self.before.first().copied().unwrap_or(1));

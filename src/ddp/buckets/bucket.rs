@@ -73,7 +73,7 @@ pub(in crate::ddp) struct Bucket {
     pub(in crate::ddp) members: Vec<usize>,
     /// The gradients, as views of the same storage.
     pub(in crate::ddp) sum: Sum,
-    /// Under virtual ranks, memory for further sums: those of subtrees that are not complete.
+    /// Under virtual ranks, memory for further sums, of subtrees that are not complete.
     pub(in crate::ddp) stack: Vec<Sum>,
     /// Whether gradients arrive in a dtype whose numbers all exist in the bucket's.
     pub(in crate::ddp) is_exact: bool,

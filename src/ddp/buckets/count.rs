@@ -16,7 +16,7 @@ pub(in crate::ddp) fn elements(dtype: DType, world_size: usize) -> usize {
     if is_coarse(dtype) { BYTES * world_size } else { 1 }
 }
 
-/// The elements that rank `rank` adds to those of the others.
+/// The elements that rank `rank` adds to the others'.
 pub(in crate::ddp) fn encode(
     count: f64,
     rank: usize,

@@ -1,4 +1,4 @@
-//! What virtual ranks do with the gradients of one micro-batch in a bucket.
+//! The gradients of one micro-batch in a bucket, under virtual ranks.
 use crate::Result;
 use crate::ddp::buckets::bucket::Bucket;
 use crate::ddp::buckets::sums::Write;
@@ -36,7 +36,7 @@ impl Bucket {
         Ok(copy::assign(&[Assignment { destination, source, factor, accumulate }])?)
     }
 
-    /// Completes the nodes of the tree of which the micro-batch `leaf` is the last part, once all its gradients are there.
+    /// Completes the nodes of the tree whose last part is the micro-batch `leaf`, once all its gradients are there.
     pub(in crate::ddp) fn merge(&self, leaf: Leaf) -> Result<()> {
         let Write { depth: top, accumulate, .. } = self.write(leaf);
         let merges = leaf.merges - usize::from(accumulate);

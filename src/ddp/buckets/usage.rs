@@ -20,7 +20,7 @@ impl Usage {
         Self::send_counts(used, message, message.count.as_slice(), group)
     }
 
-    /// Like [`send`](Self::send), with a list of counts, of which each is added to the other ranks'. It is empty unless the pass
+    /// Like [`send`](Self::send), with a list of counts, each of which is added to the other ranks'. It is empty unless the pass
     /// is weighted.
     pub(in crate::ddp) fn send_counts(
         used: &[bool],

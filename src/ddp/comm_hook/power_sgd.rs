@@ -57,7 +57,7 @@ impl Default for PowerSgdOptions {
 /// in f32, or in f64 for gradients in f64.
 ///
 /// Differences from PyTorch: the state is kept by parameter, so it survives the rebuilding of the buckets and
-/// compression may begin with the first pass. A gradient that is zero (such as that of an unused parameter) or of lower
+/// compression may begin with the first pass. A gradient that is zero (such as an unused parameter's) or of lower
 /// rank than the approximation gives zeros, where PyTorch gives NaN or noise. An infinite or NaN gradient, which a
 /// [`GradScaler`](crate::amp::GradScaler) detects in the result, does not enter the state. When the scaler changes its
 /// scale, errors kept from earlier passes keep the old scale.

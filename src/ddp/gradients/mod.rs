@@ -17,7 +17,7 @@ pub(super) struct Marks {
     key: Var,
     /// The last mark of averaged gradients.
     last: Option<(TensorId, Weak<()>)>,
-    /// What optimizers have done with the gradients.
+    /// The optimizers' steps with the gradients.
     pub(super) steps: Arc<Steps>,
 }
 
@@ -26,7 +26,7 @@ pub(super) struct Marks {
 enum Kind {
     /// Means over the ranks. The optimizer of a sharded model keeps them, and the store has none of them.
     Averaged = 1,
-    /// Sums of a pass under `no_sync`: this rank's, of which a sharded model's store has none.
+    /// This rank's sums of a pass under `no_sync`. A sharded model's store has none.
     Local = 2,
     /// None, after a micro-batch that is not this rank's last of a step.
     Unfinished = 3,

@@ -28,7 +28,7 @@ pub(crate) struct Steps {
     is_left_out: AtomicBool,
 }
 
-/// What must be the same on all ranks in a step, as hashes.
+/// Hashes of everything that must be the same on all ranks in a step.
 #[derive(Clone, Copy)]
 struct Step {
     options: u64,
@@ -57,13 +57,13 @@ impl Steps {
         steps
     }
 
-    /// The models of which `grads` has a mark.
+    /// The models that have a mark in `grads`.
     pub(crate) fn of(grads: &GradStore) -> Vec<Arc<Self>> {
         let models = lock(&MODELS);
         models.iter().filter_map(Weak::upgrade).filter(|model| grads.get(&model.mark).is_some()).collect()
     }
 
-    /// The newest sharded model of which one of these variables is a parameter.
+    /// The newest sharded model that has one of these variables as a parameter.
     pub(crate) fn sharded<'a>(vars: impl IntoIterator<Item = &'a Var>) -> Option<Arc<Self>> {
         let models: Vec<_> = lock(&MODELS).iter().rev().filter_map(Weak::upgrade).collect();
         let mut sharded = models.iter().filter(|model| model.sharded_by.is_some()).peekable();

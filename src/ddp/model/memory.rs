@@ -1,4 +1,4 @@
-//! What training takes in memory, apart from activations.
+//! The memory of training, apart from activations.
 use crate::Result;
 use crate::ddp::DistributedDataParallel;
 use crate::ddp::model::parameter::{Buffer, Frozen};
@@ -14,7 +14,7 @@ pub struct MemoryEstimate {
     pub devices: Vec<DeviceMemory>,
 }
 
-/// What training takes on one device, in bytes.
+/// The memory of training on one device, in bytes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct DeviceMemory {
@@ -25,11 +25,11 @@ pub struct DeviceMemory {
     /// The copies of parameters with which the model computes, in its dtype; of a [sharded](crate::Sharding) model those outside of blocks,
     /// and of two blocks.
     pub replicas: usize,
-    /// Gradients that are not views of buckets: shards under ZeRO, and results whose dtype is not that of their bucket.
+    /// Gradients that are not views of buckets: shards under ZeRO, and results whose dtype differs from their bucket's.
     pub gradients: usize,
     /// The optimizer's state on this rank.
     pub optimizer: usize,
-    /// The buckets; under ZeRO, the two that have memory at a time.
+    /// The buckets; under ZeRO, the two that are in memory at once.
     pub buckets: usize,
 }
 

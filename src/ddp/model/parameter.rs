@@ -50,7 +50,7 @@ impl Parameter {
         }
     }
 
-    /// The shape of the whole parameter, of which the variable may be a piece.
+    /// The shape of the whole parameter. The variable may be a piece of it.
     pub(in crate::ddp) fn shape(&self) -> &Shape {
         self.replica().map_or(self.var.shape(), Tensor::shape)
     }

@@ -1,4 +1,4 @@
-//! What a model needs for virtual ranks: options that allow them, and buffers that do not depend on the number of ranks.
+//! The conditions for virtual ranks: options that allow them, and buffers that do not depend on the number of ranks.
 use crate::ddp::model::options::DdpOptions;
 use crate::ddp::model::parameter::{Buffer, Variables};
 use crate::kernels::is_attention_fast;

@@ -175,7 +175,7 @@ pub(crate) fn backward_in_parts(
     CallSite::around(Location::caller(), || average(loss, &mut pass, step))
 }
 
-/// Refuses gradients to which those of a pass cannot be added.
+/// Refuses gradients to which a pass cannot add its own.
 fn check_into(models: &[&DistributedModel], options: &Backward) -> Result<()> {
     let Some(grads) = &options.into else { return Ok(()) };
     if models.iter().any(|model| model.marks().has_local(grads)) {

@@ -148,7 +148,7 @@ pub(in crate::ddp) struct Stale {
     pub(in crate::ddp) is_certain: bool,
 }
 
-/// What candle's backward pass will visit, in its order.
+/// The nodes that candle's backward pass will visit, in its order.
 pub(in crate::ddp) struct Graph<'a> {
     nodes: Vec<&'a Tensor>,
     parameters: Vec<(&'a Tensor, Vec<Owner>)>,

@@ -26,7 +26,7 @@ pub(in crate::ddp) fn gather(model: &DistributedModel, own: &[f64]) -> Result<Ve
     Ok(Tensor::cat(&all, 0)?.to_vec1()?)
 }
 
-/// Checks that the pass is that of the next micro-batch. A rank that fails here ends the group, since others wait for its part.
+/// Checks that the pass belongs to the next micro-batch. A rank that fails here ends the group, since others wait for its part.
 pub(in crate::ddp) fn check(pass: &Pass) -> Result<()> {
     let Some(number) = pass.micro_batch else { return Ok(()) };
     let drawn = take_drawn();

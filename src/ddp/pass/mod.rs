@@ -81,7 +81,7 @@ impl<'a> Pass<'a> {
         Self { models, graph, count, micro_batch, loss, active, begun, has_succeeded, _sums }
     }
 
-    /// The models whose gradients are those of a step.
+    /// The models whose gradients are for a step.
     pub(in crate::ddp) fn synchronised(&self) -> impl Iterator<Item = &'a DistributedModel> {
         self.models.iter().filter(|model| model.synchronises).map(|model| model.core)
     }
@@ -155,7 +155,7 @@ impl<'a> Pass<'a> {
         successor.map_or(Ok(()), |first| first.open())
     }
 
-    /// What the reducer of `model` is to look for.
+    /// The things that the reducer of `model` is to look for.
     fn findings(&self, model: &DistributedModel) -> Findings {
         let policy = model.options.policy();
         // A rank without inputs knows nothing of the others' losses.

@@ -14,7 +14,7 @@ pub(in crate::ddp) struct Member<'a> {
     pub(in crate::ddp) core: &'a DistributedModel,
     /// Whether its gradients are averaged. Otherwise they accumulate, under `no_sync`.
     pub(in crate::ddp) synchronises: bool,
-    /// Whether its gradients are added to those of the last pass.
+    /// Whether its gradients are added to the last pass's.
     pub(in crate::ddp) adds_up: bool,
 }
 

@@ -1,4 +1,4 @@
-//! What buckets and gradients take.
+//! The memory of buckets and gradients.
 use super::Reducer;
 use crate::ddp::reduction::Reduction;
 use candle_core::{DType, DeviceLocation};

@@ -383,7 +383,7 @@ impl Reducer {
         })
     }
 
-    /// What this rank tells the others.
+    /// This rank's message to the others.
     fn message(&self, part: &Part, state: &State) -> Message {
         let Findings { loss, own, .. } = &part.findings;
         // What a hook gets instead of its gradients is finite.
@@ -395,7 +395,7 @@ impl Reducer {
         }
     }
 
-    /// What the pass has found, once all buckets are reduced.
+    /// The findings of the pass, once all buckets are reduced.
     pub(crate) fn findings(&self) -> Result<Findings> {
         self.with_part(|part| Ok(part.findings.clone()))
     }

@@ -17,7 +17,7 @@ impl Reducer {
         self.lock().buckets.len()
     }
 
-    /// [`finalize_backward`](Self::finalize_backward) for these buckets, which follow those of the last call. Returns the gradients of the
+    /// [`finalize_backward`](Self::finalize_backward) for these buckets, which follow the last call's. Returns the gradients of the
     /// parameters that a rank used.
     pub(crate) fn finalize_buckets(&self, numbers: Range<usize>) -> Result<Vec<(usize, Tensor)>> {
         self.with_part(|part| {

@@ -56,7 +56,7 @@ pub(crate) struct PendingGradients {
     pub(crate) scale: f64,
 }
 
-/// Memory for whole buckets, which takes turns between those of a backward pass, and then between those of a step.
+/// Memory for whole buckets, which the buckets of a backward pass use in turn, and then the buckets of a step.
 #[derive(Debug, Default)]
 pub(crate) struct BucketMemory(Mutex<Vec<Tensor>>);
 
@@ -103,7 +103,7 @@ pub(crate) struct ShardReduction {
     in_flight: VecDeque<(usize, Work)>,
     /// The sums of parts over the ranks `across`.
     adding_up: Vec<(usize, Work)>,
-    /// Whether the pass ends a step. Otherwise its sums wait for those of the next pass.
+    /// Whether the pass ends a step. Otherwise its sums wait for the next pass's.
     is_last: bool,
     /// The divisor of the sums of earlier passes under `no_sync`, if the shards hold some.
     accumulated: Option<usize>,
@@ -112,7 +112,7 @@ pub(crate) struct ShardReduction {
     /// Whether waiting for a bucket has never been in vain.
     is_patient: bool,
     pending: Option<PendingGradients>,
-    /// Earlier gradients, this rank's part of each bucket, to which those of the next pass are added.
+    /// Earlier gradients, this rank's part of each bucket, to which the next pass adds its own.
     earlier: Option<(PendingGradients, Vec<Tensor>)>,
 }
 
@@ -285,7 +285,7 @@ impl ShardReduction {
         Ok(())
     }
 
-    /// Ends a pass under `no_sync`: the shards hold its sums with those of earlier ones, divided by `divisor`.
+    /// Ends a pass under `no_sync`: the shards hold the sums of this and earlier passes, divided by `divisor`.
     pub(crate) fn keep(&mut self, buckets: &mut [Bucket], divisor: usize, trace: Option<&Trace>) -> Result<()> {
         self.receive_all(buckets, trace)?;
         self.accumulated = Some(divisor);
@@ -367,7 +367,7 @@ impl ShardReduction {
         self.pending = Some(PendingGradients { present, scale });
     }
 
-    /// Drops the gradients, of which the optimizer then uses none.
+    /// Drops the gradients, so that the optimizer uses none.
     pub(crate) fn leave_out(&mut self, parameters: usize) {
         self.earlier = None;
         self.pending = Some(PendingGradients { present: vec![false; parameters], scale: 1. });

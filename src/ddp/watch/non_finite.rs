@@ -1,10 +1,10 @@
-//! What is known of steps whose gradients are not finite.
+//! Steps whose gradients are not finite.
 use crate::{Error, Result};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Var};
 use std::sync::OnceLock;
 
-/// What happens to a step whose averaged gradients contain a NaN or an infinity. An option of [`DdpOptions`](crate::DdpOptions).
+/// The treatment of a step whose averaged gradients contain a NaN or an infinity: an option of [`DdpOptions`](crate::DdpOptions).
 ///
 /// All ranks decide the same in the same step, without a collective: each looks at the averaged gradients, which all have. Where
 /// ranks have parts of them, or the results of a [communication hook](crate::comm_hook), a flag travels with the used flags. If any rank
@@ -66,7 +66,7 @@ impl OnNonFinite {
     }
 }
 
-/// What a model knows of the steps that were left out.
+/// The count of the steps that a model has left out.
 #[derive(Debug, Default)]
 pub(in crate::ddp) struct Skipped {
     pub(in crate::ddp) total: u64,
@@ -107,7 +107,7 @@ impl Skipped {
 /// A parameter's name, and the kind of its first value that is not finite.
 pub(crate) type Finding = (String, &'static str);
 
-/// What a model's part of a pass looks for, and finds.
+/// The search for numbers that are not finite in a model's part of a pass, and its findings.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Findings {
     /// Whether it looks at the averaged gradients.

@@ -15,7 +15,7 @@ impl Pace {
         self.began = Some(now);
     }
 
-    /// Call when its backward pass has ended. Those of the first step do not count, since they allocate memory.
+    /// Call when its backward pass has ended. The passes of the first step do not count, since they allocate memory.
     pub(in crate::ddp) fn end(&mut self, now: Instant, counts: bool) {
         if let Some(began) = self.began.take().filter(|_| counts) {
             self.count = self.count.saturating_add(1);

@@ -19,7 +19,7 @@ pub struct ThroughputOptions {
     /// The floating-point operations of the model for a unit, forward and backward: for tokens of a transformer
     /// [`TransformerFlops::per_token`](super::TransformerFlops::per_token). Default: unknown.
     pub flops_per_unit: Option<f64>,
-    /// The floating-point operations per second of which the devices of one rank are capable at best, in the dtype of the products and
+    /// The most floating-point operations per second that the devices of one rank can do, in the dtype of the products and
     /// without sparsity: `docs/performance.md` has those of some GPUs. There is no default. The peak of a CPU depends on its clock, its vector
     /// units, and the cores that a rank has.
     pub peak_flops: Option<f64>,
@@ -107,7 +107,7 @@ pub struct Rate {
     pub units_per_second: f64,
     /// The floating-point operations of the model per second and rank, if those of a unit are known; NaN if no time was measured.
     pub flops_per_second: Option<f64>,
-    /// The model FLOPs utilization, if the peak is known as well: `flops_per_second / peak_flops`, of which 1 is all. A larger value shows
+    /// The model FLOPs utilization, if the peak is known as well: `flops_per_second / peak_flops`, at best 1. A larger value shows
     /// that one of the two options is wrong.
     pub mfu: Option<f64>,
 }

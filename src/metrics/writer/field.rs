@@ -1,4 +1,4 @@
-//! What a line of metrics consists of.
+//! The fields of a line of metrics.
 use crate::{Error, Result};
 use serde_json::Value;
 

@@ -14,7 +14,7 @@ pub(super) struct Histogram {
 }
 
 impl Histogram {
-    /// Counts finite values, of which there is at least one.
+    /// Counts finite values, at least one.
     pub(super) fn of(values: &[f64]) -> Self {
         let limits = limits();
         let mut counts = vec![0.; limits.len() - 1];

@@ -40,7 +40,7 @@ pub struct WriterOptions {
 }
 
 /// Writes the metrics of a run: event files for TensorBoard, JSON lines, or both at once. Its methods are those of PyTorch's
-/// `SummaryWriter`, and `write`, for values that belong together. The newest numbers are also among those of `ddprun status --json` and
+/// `SummaryWriter`, and `write`, for values that belong together. The newest numbers are also in `ddprun status --json` and
 /// `ddprun --metrics-port`, without files as well, unless the program [puts](super::put_metric) a number of the same name itself.
 ///
 /// Rank 0 writes, and the methods do nothing on other ranks, unless [`WriterOptions::all_ranks`] is set. Nothing is collected over ranks:

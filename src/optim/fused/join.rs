@@ -41,7 +41,7 @@ impl<R: UpdateRule> FusedOptimizer<R> {
     /// ```
     ///
     /// # Errors
-    /// Returns those of `DistributedDataParallel::join`, and under sharding [`Error::InvalidArgument`] if `ddp` is not the optimizer's
+    /// The errors of `DistributedDataParallel::join`, and under sharding [`Error::InvalidArgument`] if `ddp` is not the optimizer's
     /// model.
     pub fn join<M, T>(
         &mut self,

@@ -1,4 +1,4 @@
-//! The optimizer around an update rule: parameters, groups, counters and state, of which each rank has all or a part.
+//! The optimizer around an update rule: parameters, groups, counters and state. Each rank has all of these, or a part.
 mod join;
 mod owners;
 mod sharded;
@@ -45,8 +45,8 @@ use std::sync::Arc;
 /// name.
 ///
 /// # Sharded models
-/// How the parameters of a [`DistributedDataParallel`](crate::DistributedDataParallel) model are trained is said where it is made, by
-/// [`DdpOptions::sharding`](crate::DdpOptions::sharding), and the optimizer follows:
+/// An optimizer of a [`DistributedDataParallel`](crate::DistributedDataParallel) model follows its
+/// [`DdpOptions::sharding`](crate::DdpOptions::sharding):
 ///
 /// ```
 /// use candle_core::{DType, Tensor};
@@ -77,8 +77,8 @@ use std::sync::Arc;
 /// come first, each to the rank that has the fewest elements so far.
 ///
 /// [`backward`](crate::DistributedDataParallel::backward) reduce-scatters each bucket during the backward pass: each rank gets the mean
-/// gradients of its part, and the `GradStore` that `backward` returns does **not** hold those of the averaged parameters. The memory of a
-/// bucket is then free for the next one, so that two buckets have some at a time. Passes under
+/// gradients of its part, and the `GradStore` that `backward` returns does **not** hold the averaged parameters' gradients. The memory of a
+/// bucket is then free for the next one, so that two buckets are in memory at once. Passes under
 /// [`no_sync`](crate::DistributedDataParallel::no_sync) do the same, and add up the parts.
 /// [`step`](Optimizer::step) updates this rank's part and all-gathers the parameters, one bucket while the next one is updated. (Before
 /// that, owners get the whole gradients of their parameters, of sharded blocks also the values, and send away parts of the new values.)
@@ -91,7 +91,7 @@ use std::sync::Arc;
 pub struct FusedOptimizer<R> {
     /// The options of each group.
     options: Vec<R>,
-    /// Those of a sharded model come first, in the order of registration.
+    /// The slots of a sharded model come first, in the order of registration.
     slots: Vec<Slot>,
     /// The parameters that this rank updates by itself, with the gradients in a store.
     pieces: Vec<Piece>,
@@ -102,7 +102,7 @@ pub struct FusedOptimizer<R> {
 }
 
 impl<R: UpdateRule> FusedOptimizer<R> {
-    /// An optimizer for these [parameters](Parameters), such as those of a `&DistributedDataParallel` or a `&VarMap`. With a
+    /// An optimizer for these [parameters](Parameters), such as a `&DistributedDataParallel` or a `&VarMap`. With a
     /// `Vec<Var>`, it cannot be saved, and error messages refer to variables by index.
     ///
     /// ```

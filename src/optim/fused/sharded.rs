@@ -123,7 +123,7 @@ struct Gathering<'a> {
 }
 
 impl<'a> Gathering<'a> {
-    /// Starts gathering the variables' current values, of which every rank has its part.
+    /// Starts gathering the variables' current values. Every rank has its part of them.
     fn start(
         OwnShard { shard, pieces }: &'a OwnShard,
         slots: &[Slot],

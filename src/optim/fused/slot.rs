@@ -33,7 +33,7 @@ pub(super) struct Piece {
     pub(super) offset: usize,
     /// A view of the variable: what it has of these elements.
     pub(super) values: Tensor,
-    /// One-dimensional, each with its own storage. Empty if the rule needs the whole parameter: the state is then in that of
+    /// One-dimensional, each with its own storage. Empty if the rule needs the whole parameter: the state is then in the slot of
     /// [`Whole`](super::whole::Whole).
     pub(super) states: Vec<Tensor>,
 }

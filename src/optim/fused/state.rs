@@ -36,7 +36,7 @@ impl<R: UpdateRule> FusedOptimizer<R> {
         }
     }
 
-    /// What every rank has of the state: the learning rates, the numbers of steps, and the states of the parameters that each rank updates by
+    /// The part of the state that every rank has: the learning rates, the numbers of steps, and the states of the parameters that each rank updates by
     /// itself.
     fn begin(&self, is_sharded: bool) -> Result<Share> {
         check_named(self.named, SAVED)?;
@@ -123,7 +123,7 @@ impl<R: UpdateRule> FusedOptimizer<R> {
     /// Writes each rank's shard to its own file in `folder`, which must exist: `shard-00000-of-00002.safetensors` and
     /// so on. Every rank must call it. If ranks are on several machines, `folder` must be on a shared file system.
     ///
-    /// The files are renamed once those of all ranks are on disk. If a rank dies at that moment, a mixture of old and
+    /// The files are renamed once all ranks' files are on disk. If a rank dies at that moment, a mixture of old and
     /// new files remains, which [`load_shards`](Self::load_shards) detects and refuses. Save to another folder each
     /// time to keep the last complete set.
     ///

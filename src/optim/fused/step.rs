@@ -113,7 +113,7 @@ impl<R: UpdateRule> FusedOptimizer<R> {
         Ok((numbers, parts))
     }
 
-    /// The update of the values of a piece, of which a rule without kernels gets everything in this shape.
+    /// The update of the values of a piece, all in this shape for a rule without kernels.
     pub(super) fn part<'a>(
         &'a self,
         piece: &'a Piece,

@@ -24,7 +24,7 @@ pub(super) struct Whole {
     pub(super) own: Option<Piece>,
 }
 
-/// A flat tensor that its owner has as a whole, and of which each rank has a part; None on ranks that have none.
+/// A flat tensor. Its owner has the whole, and each rank a part; None on ranks that have none.
 #[derive(Clone)]
 pub(super) struct Moved<'a> {
     pub(super) whole: &'a Whole,

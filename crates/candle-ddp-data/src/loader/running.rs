@@ -1,4 +1,4 @@
-//! What a loader does while a program trains: its batches, and where it is.
+//! A loader while a program trains: its batches and its position.
 use super::DataLoader;
 use crate::batch::{Batch, to_device};
 use crate::iter::{Inline, Position, Progress, Source};
@@ -40,7 +40,7 @@ where
     /// An iterator that is dropped before that leaves the loader in its epoch. The next iterator reads that epoch from its
     /// beginning, as in PyTorch. Rank 0 warns of it, once: loops that end their epochs early choose them by [`epoch`](Self::epoch).
     ///
-    /// Use one iterator at a time: the position is that of the one that has delivered last.
+    /// Use one iterator at a time: the position is the one of the iterator that delivered last.
     pub fn iter(&self) -> LoaderIter<T> {
         let mut start = self.start();
         match self.begin(&mut start) {

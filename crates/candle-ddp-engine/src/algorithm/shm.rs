@@ -127,7 +127,7 @@ fn all_reduce(streams: &mut Streams, tuning: Tuning, data: Region, reduction: Re
     }
 }
 
-/// Every rank publishes all its data and reduces that of all ranks.
+/// Every rank publishes its data and reduces the data of all ranks.
 fn all_reduce_at_once(streams: &mut Streams, data: Region, reduction: Reduction) -> Result<(), TransportError> {
     streams.publish(|slot, _| slot.write_from(data))?;
     streams.receive_all()?;

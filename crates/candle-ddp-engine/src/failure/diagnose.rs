@@ -20,7 +20,7 @@ pub struct ExpiredCall<'a> {
     pub awaited: Option<&'a [usize]>,
 }
 
-/// What is known about a rank when a call has expired.
+/// The facts about a rank when a call has expired.
 #[derive(Clone, Debug)]
 pub enum RankState {
     /// The rank answered.
@@ -93,7 +93,7 @@ pub fn diagnose(expired: &ExpiredCall, ranks: &[RankState]) -> Failure {
     expired.timed_out(waiting_for, some_reasons(&reasons) + hint)
 }
 
-/// What to do about ranks that have not started a collective.
+/// Advice about ranks that have not started a collective.
 const BEHIND: &str =
     ". Look in the output of such a rank for what it does instead, or raise the time-out if it is only slow";
 

@@ -27,7 +27,7 @@ pub struct CallHistory {
     recorded: usize,
 }
 
-/// A call. Times are those of the clock that the engines read for deadlines and spans, so that one reading serves all.
+/// A call. Its times come from the clock that the engines read for deadlines and spans, so that one reading serves all.
 #[derive(Clone, Copy, Debug)]
 struct Entry {
     call: Call,

@@ -95,7 +95,7 @@ impl Outstanding {
     }
 }
 
-/// What the watchdog has noticed, before the root cause is known.
+/// A failure that the watchdog has noticed, before the root cause is known.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum SuspectedFailure {
     /// The engine's library or the device reported an error.
@@ -246,7 +246,7 @@ impl Group {
         report
     }
 
-    /// The ranks whose messages end together with this one, as those of a batch do.
+    /// The ranks whose messages end together with this one, as in a batch.
     pub(super) fn partners(&self, channel: Channel, sequence: u64) -> Vec<usize> {
         let state = self.state();
         let mut all = state.outstanding.iter();

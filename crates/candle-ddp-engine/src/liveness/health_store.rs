@@ -64,7 +64,7 @@ pub(super) struct ShutdownRecord {
     pub(super) last: u64,
 }
 
-/// What a leaving rank has done.
+/// The last calls of a leaving rank.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct ShutdownNotice {
     /// Its last collective.

@@ -1,4 +1,4 @@
-//! What the ranks of a host tell each other apart from data: who lives, who has left, why the group failed, and how far each
+//! Messages between the ranks of a host apart from data: who lives, who has left, why the group failed, and how far each
 //! has come. It needs no connections, and no rank waits for another one.
 //!
 //! Every rank has a line of words that it alone writes, but for `BELL` and `GONE`, and two letters: texts in the file, which
@@ -234,7 +234,7 @@ impl Board {
         Some(letter)
     }
 
-    /// Asks all ranks. Returns the number of the question among those of its kind.
+    /// Asks all ranks. Returns the number of the question among questions of its kind.
     pub(crate) fn ask(&self, question: Question) -> u32 {
         let asked = self.words.word(ASKED[question as usize]).fetch_add(1, Ordering::AcqRel).wrapping_add(1);
         self.ring_all();

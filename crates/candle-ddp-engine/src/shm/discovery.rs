@@ -40,14 +40,14 @@ pub(crate) struct Discovery<'a> {
     pub(crate) part: usize,
     /// Tells the others something of this kind.
     pub(crate) publish: &'a Publish<'a>,
-    /// What the given ranks have published.
+    /// The values that the given ranks have published.
     pub(crate) collect: &'a Collect<'a>,
 }
 
 type Publish<'a> = dyn Fn(Topic, &[u8]) -> Result<()> + 'a;
 type Collect<'a> = dyn Fn(Topic, &[usize]) -> Result<Vec<Vec<u8>>> + 'a;
 
-/// What a rank tells the others.
+/// A rank's message to the others.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Topic {
     /// Where the memory of the host is, or why there is none.

@@ -58,7 +58,7 @@ pub(super) fn close(closed: &AtomicBool, eventcounts: impl Iterator<Item = Event
     eventcounts.for_each(|eventcount| eventcount.ring());
 }
 
-/// What a thread needs to wait.
+/// The state that a thread needs to wait.
 pub(super) struct Waiter<'a> {
     pub(super) eventcount: &'a Eventcount,
     /// Whether the group has failed.

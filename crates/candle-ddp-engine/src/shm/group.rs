@@ -19,7 +19,7 @@ pub(crate) struct ShmGroup {
     pub(super) world_size: usize,
     pub(super) layout: Layout,
     memory: Arc<Memory>,
-    /// What the ranks tell each other apart from data.
+    /// Messages between the ranks apart from data.
     pub(crate) board: Board,
     /// Set when the group has failed: no thread waits any more.
     closed: AtomicBool,

@@ -97,7 +97,7 @@ impl Operation for Max {
     }
 }
 
-/// What [`fold`] reads and writes.
+/// The memory that [`fold`] reads and writes.
 struct Pointers<'a, T, O> {
     sources: &'a [*const T],
     out: *mut T,
@@ -261,7 +261,7 @@ mod tests {
         }
     }
 
-    /// Whether two outputs have the same bits. Those of a NaN do not count where it is computed.
+    /// Whether two outputs have the same bits. The bits of a computed NaN do not count.
     fn are_same(element: Element, op: ReduceOp, one: &[u8], other: &[u8]) -> bool {
         fn compare<T: Pod>(one: &[u8], other: &[u8], is_nan: impl Fn(T) -> bool) -> bool {
             let is_nan = |bytes| is_nan(bytemuck::pod_read_unaligned(bytes));

@@ -7,7 +7,7 @@ use std::collections::HashMap;
 pub(crate) struct PeerInfo {
     /// The host's identity.
     pub(super) kernel: [u8; 16],
-    /// What must be equal as well if ranks are to open each other's files: the namespaces and the user.
+    /// The namespaces and the user, which must also be equal if ranks are to open each other's files.
     pub(super) room: u64,
     /// Whether this rank shares memory; otherwise it uses TCP.
     pub(super) shares: bool,

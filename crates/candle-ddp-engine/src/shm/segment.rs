@@ -29,7 +29,7 @@ unsafe impl Send for Memory {}
 // SAFETY: as above.
 unsafe impl Sync for Memory {}
 
-/// What a rank may reserve at once: far more than any layout with the engine's default sizes needs.
+/// The most that a rank may reserve at once: far more than any layout with the engine's default sizes needs.
 const LARGEST: usize = 256 << 20;
 
 impl Memory {

@@ -246,7 +246,7 @@ pub(crate) struct Call {
     pub(crate) short_since: Option<Instant>,
 }
 
-/// What this rank waits for on a connection.
+/// The stage of a connection: the event that this rank waits for.
 pub(crate) enum Stage {
     /// The connection that this rank has asked the system for.
     Connecting { call: Call },

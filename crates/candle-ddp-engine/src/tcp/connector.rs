@@ -39,7 +39,7 @@ pub(crate) struct Connector<'a> {
     pub(crate) construction: Construction<'a>,
 }
 
-/// What to do about missing ranks.
+/// Advice about missing ranks.
 pub(crate) const ABSENT: &str = "Have they created this group too (new_group with the same ranks), or ended? Look for the \
                                  first error in their output";
 

@@ -47,7 +47,7 @@ pub(crate) struct Identity {
     pub(crate) keys: Keys,
 }
 
-/// What has happened at the door.
+/// An event at the door.
 pub(crate) enum Event {
     /// There is a connection, non-blocking. `is_own` if this rank called.
     Connected { peer: usize, kind: Kind, socket: TcpStream, is_own: bool },

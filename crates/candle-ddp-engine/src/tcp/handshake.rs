@@ -3,7 +3,7 @@
 //!
 //! 1. The rank that connects sends its greeting: its [`Handshake`] and a random number.
 //! 2. The other one replies with its own greeting and, if there is a secret, its proof for both greetings.
-//! 3. With a secret, the one that connected sends its proof for both greetings.
+//! 3. With a secret, the rank that connected sends its proof for both greetings.
 //!
 //! So a proof is valid for one connection, one direction, one pair of ranks, one kind of connection and one group only.
 //!
@@ -114,11 +114,11 @@ impl Handshake {
     }
 }
 
-/// What to do about ranks with different secrets.
+/// Advice about ranks with different secrets.
 pub(crate) const SAME_SECRET: &str = "give all ranks the same CANDLE_DDP_SECRET, or a file with it in CANDLE_DDP_SECRET_FILE; \
                                       ddprun gives it to its workers";
 
-/// What a rank sends first on a connection.
+/// The first message on a connection.
 pub(crate) type Greeting = [u8; GREETING];
 pub(crate) const GREETING: usize = Handshake::BYTES + NONCE;
 /// The reply: a greeting and a proof, which is zero without a secret.

@@ -14,7 +14,7 @@ use crate::{Error, Result};
 use candle_ddp_base::descriptors::{SHORTAGE_HINT, is_shortage};
 use std::net::{SocketAddr, TcpListener};
 
-/// What a rank knows when it has met the others.
+/// The result of a rank's meeting with the others.
 pub(crate) struct Met {
     /// Where ranks of other hosts connect to this one.
     pub(crate) listener: TcpListener,
@@ -24,7 +24,7 @@ pub(crate) struct Met {
     pub(crate) infos: Vec<PeerInfo>,
 }
 
-/// What a rank tells all others about itself.
+/// A rank's description of itself for all others.
 struct Card {
     address: SocketAddr,
     handshake: Handshake,
@@ -139,7 +139,7 @@ impl Connector<'_> {
         }
     }
 
-    /// What the given ranks have published under `key`, once they all have.
+    /// The values that the given ranks have published under `key`, once all are there.
     pub(crate) fn collect(&self, key: &dyn Fn(usize) -> String, ranks: &[usize]) -> Result<Vec<Vec<u8>>> {
         if ranks.is_empty() {
             return Ok(Vec::new());
@@ -208,7 +208,7 @@ impl Connector<'_> {
     }
 }
 
-/// What the proof of a card is for.
+/// The purpose of a card's proof.
 const ROLE: &str = "candle-ddp engine card";
 
 fn key(rank: usize) -> String {

@@ -302,7 +302,7 @@ fn target(Factor { address, stride, row, .. }: Factor, dtype: DType, accumulate:
 }
 
 /// The unit of computation: some rows (queries) of some items (each a sample's head of keys), with the keys up to the
-/// last one that any of these queries sees.
+/// last key that any of these queries sees.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Block {
     item: usize,

@@ -49,7 +49,7 @@ impl<'a> Batch<'a> {
         samples * channels * spatial == 0
     }
 
-    /// Whether the batch is single pixels, with kernels of their own (pixels.cu).
+    /// Whether the batch is single pixels, which have their own kernels (pixels.cu).
     fn is_pixels(&self) -> bool {
         self.extents.spatial == 1
     }
@@ -198,7 +198,7 @@ pub(crate) fn dtype_numbers(dtypes: impl Iterator<Item = DType>) -> Result<usize
     dtypes.enumerate().try_fold(0, |all, (index, dtype)| Ok(all | number(dtype)? << (4 * index)))
 }
 
-/// What a layer keeps for its channels: tensors of shape (channels).
+/// A layer's tensors for its channels, tensors of shape (channels).
 pub(crate) struct Parameters<'a> {
     /// Contiguous weight and bias, if there are any.
     pub(crate) weight_and_bias: Option<[&'a Tensor; 2]>,

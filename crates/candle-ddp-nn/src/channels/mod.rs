@@ -33,7 +33,7 @@ pub(super) fn batch_of(format: MemoryFormat, x: &Tensor) -> Result<Tensor> {
     }
 }
 
-/// The tensor of shape `shape` of which `batch` is [`batch_of`].
+/// The tensor of shape `shape` whose [`batch_of`] is `batch`.
 pub(super) fn tensor_of(format: MemoryFormat, batch: &Tensor, shape: &Shape) -> Result<Tensor> {
     format.view(&batch.reshape(format.stored_shape(shape))?)
 }

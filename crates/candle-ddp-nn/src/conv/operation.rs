@@ -107,7 +107,7 @@ fn kinds(transposed: bool) -> [Convolve; 2] {
     }
 }
 
-/// The extents of the convolution. A transposed convolution has those of the convolution whose backward pass it is.
+/// The extents of the convolution; for a transposed one, of the convolution whose backward pass it is.
 fn geometry(
     name: &'static str,
     x: &Tensor,

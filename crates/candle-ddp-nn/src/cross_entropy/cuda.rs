@@ -78,12 +78,12 @@ struct CrossEntropy {
 }
 
 impl CrossEntropy {
-    /// Those of the kernels for rows.
+    /// The grid of the kernels for rows.
     fn blocks(&self, samples: usize) -> Grid {
         Grid::Blocks(kernels::blocks_of_rows(samples, self.numbers[6]))
     }
 
-    /// Those of the kernels for columns.
+    /// The grid of the kernels for columns.
     fn threads(&self, samples: usize) -> Grid {
         Grid::Threads(samples / self.numbers[7])
     }

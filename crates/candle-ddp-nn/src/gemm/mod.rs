@@ -16,7 +16,7 @@ use std::any::TypeId;
 use std::borrow::Cow;
 pub(super) use strides::Strides;
 
-/// The number of threads that a product uses: those of rayon's pool, as in candle.
+/// The number of threads that a product uses: all of rayon's pool, as in candle.
 pub(super) fn threads() -> usize {
     rayon::current_num_threads().max(1)
 }

@@ -64,7 +64,7 @@ pub(super) fn forward(
     })
 }
 
-/// The gradient of x, and those of weight and bias, if there are any.
+/// The gradients of x and, if there are any, of weight and bias.
 pub(super) fn backward(
     x: &Tensor,
     dy: &Tensor,

@@ -1,4 +1,4 @@
-//! The same as CUDA kernels: those of batch normalisation, and three that go from groups to planes.
+//! The same as CUDA kernels: batch normalisation's, and three that go from groups to planes.
 use super::extents::Extents;
 use crate::channels::After;
 use crate::channels::cuda::{Batch, dtype_numbers, input_gradient, normalise};
@@ -50,7 +50,7 @@ pub(super) fn forward(
     Ok(((y.into_result().0, x.shape().clone()), statistics))
 }
 
-/// The gradient of x, and those of weight and bias, if there are any.
+/// The gradients of x and, if there are any, of weight and bias.
 pub(super) fn backward(
     x: &Tensor,
     dy: &Tensor,

@@ -92,7 +92,7 @@ struct GroupNormFunction {
     extents: Extents,
     statistics: Statistics,
     weight: Option<Tensor>,
-    /// Those of weight and bias.
+    /// The dtypes of weight and bias.
     dtypes: Option<[DType; 2]>,
 }
 

@@ -15,7 +15,7 @@ pub(crate) fn is_uneven(dtype: DType, (rows, features, out): Extents) -> bool {
     is_large && features.is_multiple_of(vector) && !out.is_multiple_of(vector)
 }
 
-/// An output of `rows` × `out` elements, of which `even` columns are multiplied in a copy.
+/// An output of `rows` × `out` elements. `even` of its columns are multiplied in a copy.
 pub(super) struct Uneven<'a> {
     device: &'a CudaDevice,
     dtype: DType,

@@ -50,7 +50,7 @@ struct Gradients {
     kept: Kept,
     /// The factor of sums over samples.
     scale: Output,
-    /// Those of the arguments.
+    /// The shapes of the arguments.
     shapes: Vec<Shape>,
 }
 

@@ -62,12 +62,12 @@ const TASKS: [&str; 6] = ["SEQ_CLS", "SEQ_2_SEQ_LM", "CAUSAL_LM", "TOKEN_CLS", "
 /// Which biases are trained with the adapters of a [`LoraConfig`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum LoraBias {
-    /// None.
+    /// No bias.
     #[default]
     None,
-    /// All of the model.
+    /// All biases of the model.
     All,
-    /// Those of the layers that have adapters.
+    /// The biases of layers that have adapters.
     LoraOnly,
 }
 

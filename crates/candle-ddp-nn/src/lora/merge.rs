@@ -9,7 +9,7 @@ use std::collections::HashMap;
 
 impl LoraConfig {
     /// Adds the adapters among `tensors` to the weights among them, and returns the model without adapters: peft's `merge_and_unload`.
-    /// Names are those of the `VarMap`s. The sums are calculated in the adapters' dtype, and have the weights' dtype.
+    /// Names are the `VarMap`s'. The sums are calculated in the adapters' dtype, and have the weights' dtype.
     /// Gradients end here.
     ///
     /// # Errors

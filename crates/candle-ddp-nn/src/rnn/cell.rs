@@ -1,4 +1,4 @@
-//! What the cells of LSTM and GRU do between products: vectors of gates.
+//! The cells of LSTM and GRU between products: vectors of gates.
 use crate::activation::sigmoid;
 use candle_core::WithDType;
 use candle_ddp_tensor::kernels::Kernel;

@@ -20,7 +20,7 @@ pub(super) struct Layer {
 }
 
 impl Layer {
-    /// `inits` are those of the weights of inputs and states, and of their biases. `suffix` ends the names.
+    /// `inits` are for the weights of inputs and states, and for their biases. `suffix` ends the names.
     pub(super) fn new<C: Cell>(
         (inputs, hidden): (usize, usize),
         (weights, biases): ([Init; 2], [Option<Init>; 2]),

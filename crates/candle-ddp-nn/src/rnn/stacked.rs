@@ -45,7 +45,7 @@ use candle_nn::VarBuilder;
 pub struct StackedLSTM(Stack<Lstm>);
 
 impl StackedLSTM {
-    /// Layers of `hidden_size`, of which the first takes `input_size` features.
+    /// Layers of `hidden_size`; the first takes `input_size` features.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`](candle_ddp_tensor::Error::InvalidArgument), carried by candle's error, for sizes or options that the fields
@@ -126,10 +126,10 @@ impl StackedLSTM {
 pub struct StackedGRU(Stack<Gru>);
 
 impl StackedGRU {
-    /// Layers of `hidden_size`, of which the first takes `input_size` features.
+    /// Layers of `hidden_size`; the first takes `input_size` features.
     ///
     /// # Errors
-    /// Those of [`StackedLSTM::new`].
+    /// The errors of [`StackedLSTM::new`].
     pub fn new(input_size: usize, hidden_size: usize, options: RNNOptions, vb: VarBuilder) -> Result<Self> {
         Ok(Self(Stack::new(input_size, hidden_size, options, &vb)?))
     }

@@ -47,7 +47,7 @@ impl Steps {
 /// A batch of sequences of several lengths, sorted by them.
 pub(super) struct Packing {
     pub(super) steps: Steps,
-    /// From rows of padded sequences to those of the steps, and back with zeros.
+    /// Turns rows of padded sequences into rows of steps, and back with zeros.
     pub(super) pack: Rows,
     pub(super) pad: Rows,
     /// From the batch's order to the sorted one, and back.

@@ -26,7 +26,7 @@ pub(super) fn without_samples(rank: Option<usize>) -> &'static str {
     }
 }
 
-/// What is not finite, where, and what to do.
+/// The number that is not finite, its place, and the remedy.
 pub(super) fn non_finite(parameter: Option<&str>, rank: Option<usize>, value: &str, steps: u64) -> String {
     let what = match (parameter, rank) {
         (Some(parameter), Some(rank)) => format!("the gradient of {parameter} on rank {rank} contains {value}"),

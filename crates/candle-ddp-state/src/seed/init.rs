@@ -10,7 +10,7 @@ use candle_nn::var_builder::SimpleBackend;
 use candle_nn::{Init, VarBuilder, VarMap};
 
 /// A `VarBuilder` that makes variables in `varmap` like candle's `VarBuilder::from_varmap`, but with reproducible
-/// values: those of [`init`]. Existing variables are returned unchanged.
+/// values, as in [`init`]. Existing variables are returned unchanged.
 ///
 /// `DdpOptions::init_seed` does the same for a model under DistributedDataParallel. For `DataParallel`,
 /// build the model once with this `VarBuilder` first, which fills the `VarMap`.

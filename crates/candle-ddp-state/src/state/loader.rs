@@ -159,7 +159,7 @@ impl Loader {
         Ok(tensor.flatten_all()?.narrow(0, range.start, range.len())?.copy()?)
     }
 
-    /// A learning rate for each group of parameters of an optimizer. If ranks have saved different ones, those of the first count.
+    /// A learning rate for each group of parameters of an optimizer. If ranks have saved different ones, the first rank's count.
     pub fn learning_rates(&mut self, key: &str, groups: usize) -> Result<Vec<f64>> {
         let mut all: Vec<Vec<f64>> = self.all(key)?;
         let learning_rates = all.swap_remove(0);

@@ -60,7 +60,7 @@ impl<S: StateDict> StateDict for PerRank<S> {
     }
 }
 
-/// A state of which rank 0's version is saved and loaded on all ranks, even if it differs between ranks: the
+/// A state whose version on rank 0 is saved, and loaded on all ranks, even if it differs between ranks: the
 /// variables of a model whose running statistics are not broadcast, for example. Nothing is compared.
 ///
 /// [`PerRank`] keeps each rank's own state instead.

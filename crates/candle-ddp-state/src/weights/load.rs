@@ -16,7 +16,7 @@ use std::fmt;
 use std::path::Path;
 use std::sync::Arc;
 
-/// A map from names in a checkpoint to those of the model.
+/// A map from names in a checkpoint to names in the model.
 pub type Rename = Arc<dyn Fn(&str) -> String + Send + Sync>;
 
 /// Options of [`load_with`]. The predicates get the model's names: without the prefixes of PyTorch's wrappers, and

@@ -1,4 +1,4 @@
-//! Files of weights under the model's own names: safetensors, and those of PyTorch.
+//! Files of weights under the model's own names: safetensors, and PyTorch's files.
 mod convert;
 mod error;
 mod hashes;

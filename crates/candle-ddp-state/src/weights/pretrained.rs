@@ -204,7 +204,7 @@ impl Pretrained {
     }
 }
 
-/// Whether a path is that of an index.
+/// Whether a path names an index.
 pub(super) fn is_index(path: &Path) -> bool {
     path.extension().is_some_and(|extension| extension == "json")
 }
@@ -234,7 +234,7 @@ impl SimpleBackend for Pretrained {
     }
 }
 
-/// What an index says. `metadata.total_size` is not read, since it is wrong in many models.
+/// The content of an index. `metadata.total_size` is not read, since it is wrong in many models.
 #[derive(Deserialize)]
 struct Index {
     weight_map: WeightMap,

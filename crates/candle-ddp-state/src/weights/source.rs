@@ -32,7 +32,7 @@ pub(super) struct Wanted {
 }
 
 impl Source {
-    /// Opens a safetensors file, several of them with their index, or a file of `torch.save`, all of which is read.
+    /// Opens a safetensors file, several of them with their index, or a file of `torch.save`, which is read completely.
     pub fn open(path: &Path, key: Option<&str>) -> Result<Self> {
         if is_index(path) || path.is_dir() {
             return Pretrained::open_incomplete(path).map(Self::Files);

@@ -46,7 +46,7 @@ pub fn added(a: &Tensor, b: &Tensor, sum: (Storage, Shape)) -> Result<Tensor> {
 }
 
 struct Add {
-    /// The shape of b, if it is not that of a.
+    /// The shape of b, if it differs from that of a.
     repeated: Option<Shape>,
 }
 

@@ -21,7 +21,7 @@ const MAGIC: &[u8; 8] = b"cddpker1";
 #[derive(Debug)]
 pub(super) struct Cache(PathBuf);
 
-/// What a compilation follows from.
+/// Everything on which a compilation depends.
 #[derive(Debug)]
 pub(super) struct Key {
     /// For the file's name.

@@ -16,14 +16,14 @@ use std::sync::{Arc, LazyLock};
 /// than NVRTC.
 const FORM: &str = "CANDLE_DDP_KERNEL_FORM";
 
-/// What a driver loads: machine code for one generation of GPUs, or PTX with a zero at its end.
+/// An image for the driver: machine code for one generation of GPUs, or PTX with a zero at its end.
 pub(super) type Image = Arc<[u8]>;
 
 /// A compilation: the source, the dtype and the target.
 type Compilation = (Source, DType, Target);
 static COMPILED: Mutex<Option<HashMap<Compilation, Image>>> = Mutex::new(None);
 
-/// What the image is for, by compute capability (90 for 9.0).
+/// The generation of GPUs that the image is for, by compute capability (90 for 9.0).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum Target {
     /// Machine code, for GPUs of exactly this generation.

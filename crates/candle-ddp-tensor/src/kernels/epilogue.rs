@@ -21,7 +21,7 @@ use std::ptr::null_mut;
 use std::rc::Rc;
 use std::sync::{Arc, LazyLock};
 
-/// What cuBLASLt may use, in bytes: as much as cuBLAS does on large GPUs.
+/// The workspace that cuBLASLt may use, in bytes: as much as cuBLAS uses on large GPUs.
 const WORKSPACE: usize = 32 << 20;
 /// The number of shapes for which a thread keeps algorithms.
 const PLANS: usize = 4096;
@@ -86,7 +86,7 @@ pub fn product_with(device: &CudaDevice, product: Product, epilogue: Epilogue) -
     })
 }
 
-/// What an algorithm depends on.
+/// Everything on which the choice of an algorithm depends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Key {
     extents: [usize; 3],
@@ -100,7 +100,7 @@ struct Key {
 }
 
 impl Key {
-    /// cudarc's bindings of cuBLASLt have a type of their own for this.
+    /// cudarc's bindings of cuBLASLt have their own type for this.
     fn data_type(&self) -> cudaDataType {
         match self.dtype {
             DType::F16 => cudaDataType::CUDA_R_16F,

@@ -16,7 +16,7 @@ use std::sync::{Arc, LazyLock};
 /// A GPU. Only [`read`](Self::read) waits for it.
 pub(super) struct Gpu<'a>(pub(super) &'a CudaDevice);
 
-/// What is loaded on each GPU, and stays loaded.
+/// The kernels that are loaded on each GPU, and stay loaded.
 #[derive(Default)]
 struct Loaded {
     modules: HashMap<(usize, Source, DType), Arc<CudaModule>>,

@@ -154,7 +154,7 @@ pub struct ConvShape {
     pub stride: [usize; 2],
     pub padding: [usize; 2],
     pub dilation: [usize; 2],
-    /// That of images and weights.
+    /// The format of images and weights.
     pub format: MemoryFormat,
 }
 
@@ -247,7 +247,7 @@ pub struct Product<'a> {
     pub c: Target<'a>,
 }
 
-/// What happens beside a product c = a · b, in the dtype of c.
+/// The additions to a product c = a · b, in the dtype of c.
 #[derive(Clone, Copy, Debug)]
 #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
 pub enum Epilogue<'a> {

@@ -96,7 +96,7 @@ pub(super) struct Forward {
     pub(super) weight: u64,
     pub(super) bias: u64,
     pub(super) y: u64,
-    /// What is added to x before, and the sum.
+    /// The tensor that is added to x before, and the sum.
     pub(super) residual: Option<[u64; 2]>,
 }
 

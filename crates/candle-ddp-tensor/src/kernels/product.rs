@@ -32,7 +32,7 @@ pub fn product(device: &CudaDevice, product: Product) -> Result<()> {
 }
 
 /// Handles that read scalars from the GPU, by context and stream, whose addresses stay taken. Candle's own handle, which all threads
-/// share, must go on reading them from the host. They are never dropped: at the end of the process, cuBLAS may be gone.
+/// share, must continue to read them from the host. They are never dropped: at the end of the process, cuBLAS may be gone.
 static HANDLES: LazyLock<Mutex<Handles>> = LazyLock::new(Mutex::default);
 
 type Handles = HashMap<(usize, usize), Arc<CudaBlas>>;

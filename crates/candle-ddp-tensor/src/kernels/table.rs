@@ -44,7 +44,7 @@ impl Sets {
     }
 }
 
-/// The table, which has one more entry than there are parts, and what kernels need beside it.
+/// The table, which has one more entry than there are parts, and what kernels need besides.
 #[derive(Clone, Debug)]
 pub(super) struct Table {
     pub(super) words: Vec<u64>,

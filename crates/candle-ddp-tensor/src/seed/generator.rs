@@ -7,7 +7,7 @@ use std::f64::consts::TAU;
 
 /// Random numbers from a seed: the same in every run, on every device, and for any number of threads.
 ///
-/// The numbers are those of Philox 4x32-10, the algorithm that PyTorch has on GPUs; they differ from PyTorch's, which
+/// The numbers come from Philox 4x32-10, the algorithm that PyTorch has on GPUs; they differ from PyTorch's, which
 /// assigns them to elements in another way. Generators of one seed that were made for different ranks
 /// ([`for_rank`](Self::for_rank)) draw from sequences that never overlap.
 ///
@@ -36,7 +36,7 @@ pub struct Generator {
     maker: Maker,
 }
 
-/// What a generator was made for.
+/// The purpose of a generator.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Maker {
     /// Anything.

@@ -23,9 +23,9 @@ pub enum Drawn {
     /// From none.
     #[default]
     Nothing,
-    /// From those of the micro-batch of this number.
+    /// From the generator of the micro-batch of this number.
     MicroBatch(usize),
-    /// From others, or those of several micro-batches.
+    /// From other generators, or those of several micro-batches.
     Others,
 }
 

@@ -194,7 +194,7 @@ impl ModuleT for ResNet {
 }
 
 impl BlockKind {
-    /// The output channels of a block, relative to those of its 3 × 3 convolutions.
+    /// The output channels of a block, as a multiple of its 3 × 3 convolutions' channels.
     fn expansion(self) -> usize {
         match self {
             Self::Basic => 1,

@@ -256,7 +256,7 @@ fn pax_size(value: &[u8]) -> Result<Option<u64>, String> {
     size.map(Some).ok_or_else(|| format!("the size must be a number, not {:?}", String::from_utf8_lossy(value)))
 }
 
-/// PAX records, each of which is `LENGTH KEY=VALUE\n`. A value may have any bytes.
+/// PAX records, each `LENGTH KEY=VALUE\n`. A value may have any bytes.
 struct Records<'a> {
     rest: &'a [u8],
 }

@@ -44,7 +44,7 @@ pub(crate) fn is_index(path: &Path) -> bool {
         && begin == *MARK
 }
 
-/// The indices of all shards. Those that do not exist yet are made.
+/// The indices of all shards. Missing ones are made.
 pub(super) fn of_all(shards: &[Shard], folder: Option<&Path>) -> Result<Vec<Index>> {
     // Ranks begin in different places, so that they share the work: each looks for an index that another has made since.
     let first = std::process::id() as usize % shards.len();
@@ -101,7 +101,7 @@ fn file_of(shard: &Shard, folder: Option<&Path>, owner: u64) -> PathBuf {
     }
 }
 
-/// The index in a file, unless there is none, or one that is not right.
+/// The index in a file, unless it is missing or wrong.
 fn load(shard: &Shard, owner: u64, file: &Path) -> Result<Option<Index>> {
     let bad = |reason: &str| {
         log::warn!("the index {} {reason}: it is made again", file.display());

@@ -19,7 +19,7 @@ use std::sync::Arc;
 /// Where [`TarShards`] keeps its indices.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct TarOptions {
-    /// The folder for the indices, which must exist. Default: none, which puts each index beside its shard, as `SHARD.index`.
+    /// The folder for the indices, which must exist. Default: none, which puts each index next to its shard, as `SHARD.index`.
     pub index_folder: Option<PathBuf>,
 }
 
@@ -51,7 +51,7 @@ impl TarShards {
     /// The files of `folder` whose names end in `.tar`.
     ///
     /// # Errors
-    /// Those of [`new`](Self::new); [`Error::InvalidArgument`] if the folder has compressed archives, such as `*.tar.gz`, whose samples
+    /// The errors of [`new`](Self::new); [`Error::InvalidArgument`] if the folder has compressed archives, such as `*.tar.gz`, whose samples
     /// would be left out; [`Error::Io`] if the folder cannot be listed.
     pub fn in_folder(folder: impl AsRef<Path>) -> Result<Self> {
         let folder = folder.as_ref();
@@ -89,7 +89,7 @@ impl TarShards {
     /// Like [`new`](Self::new), with options.
     ///
     /// # Errors
-    /// Those of [`new`](Self::new).
+    /// The errors of [`new`](Self::new).
     pub fn with_options(paths: impl IntoIterator<Item = impl Into<PathBuf>>, options: TarOptions) -> Result<Self> {
         Self::open(paths.into_iter().map(Into::into).collect(), None, options.index_folder.as_deref())
     }
@@ -104,7 +104,7 @@ impl TarShards {
     /// past the caches of the source.
     ///
     /// # Errors
-    /// Those of [`new`](Self::new).
+    /// The errors of [`new`](Self::new).
     pub fn remote(
         names: impl IntoIterator<Item = impl Into<String>>,
         source: impl ReadRange + 'static,

@@ -98,7 +98,7 @@ impl Shard {
         self.error(format!("at byte {offset}: {reason}"))
     }
 
-    /// Reads exactly these bytes of the shard, if it is the one that was indexed.
+    /// Reads exactly these bytes of the shard, if it is the indexed one.
     pub(super) fn read(&self, offset: u64, len: usize, indexed: &Indexed) -> Result<Vec<u8>> {
         let failed = |error: io::Error| self.error_at(offset, format!("reading {len} bytes: {error}"));
         let Some(remote) = &self.remote else {
@@ -123,7 +123,7 @@ impl Shard {
         Some(exactly(remote.read_again(&self.name, offset..offset + len as u64), len).map_err(failed))
     }
 
-    /// An error if the shard is not the one that was indexed.
+    /// An error if the shard is not the indexed one.
     pub(super) fn compare(&self, indexed: &Indexed, now: Stamp) -> Result<()> {
         let Some(reason) = indexed.stamp.changed(now) else { return Ok(()) };
         let hint = format!("If that is right, remove {}, and a new one is made", indexed.file.display());

@@ -52,7 +52,7 @@ impl TarSample {
         &self.key
     }
 
-    /// The content of the file whose name goes on with `name` after the first dot: `jpg`, or `seg.png`.
+    /// The content of the file whose name continues with `name` after the first dot: `jpg`, or `seg.png`.
     pub fn get(&self, name: &str) -> Option<&[u8]> {
         self.files().find(|(found, _)| *found == name).map(|(_, content)| content)
     }

@@ -54,7 +54,7 @@ pub(crate) fn broadcast_from_here(
     Ok(())
 }
 
-/// `data` becomes that of `root`, which sends it to the ranks `owners`, including this one.
+/// `data` gets the values of `root`, which sends them to the ranks `owners`, including this one.
 pub(crate) fn broadcast_to_here(
     session: &mut TcpSession,
     tuning: Tuning,

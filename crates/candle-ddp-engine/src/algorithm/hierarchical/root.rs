@@ -17,7 +17,7 @@ impl Bridge<'_> {
         self.hosts.find(root).1 % self.hosts.members().len()
     }
 
-    /// The gateways of all hosts except that of `root`.
+    /// The gateways of all hosts except `root`'s.
     fn gateways(&self, root: usize) -> Vec<usize> {
         let (home, index) = self.hosts.find(root);
         let others = self.hosts.all().iter().enumerate().filter(|(host, _)| *host != home);
@@ -41,7 +41,7 @@ impl Bridge<'_> {
         Ok(())
     }
 
-    /// `data` becomes that of `root`, another rank: it arrives over the network at a gateway, which forwards it.
+    /// `data` gets the values of another rank, `root`: they arrive over the network at a gateway, which forwards them.
     pub(super) fn broadcast_to_here(&mut self, root: usize, data: Region, element: Element) -> Result<(), Failure> {
         let (gateway, gateways) = (self.gateway(root), self.gateways(root));
         for block in pieces(data.len(), self.block(element)) {

@@ -120,7 +120,7 @@ fn channels(geometry: &Geometry) -> impl Iterator<Item = Range<usize>> {
     (0..inputs).step_by(WIDTH).map(move |start| start..(start + WIDTH).min(inputs))
 }
 
-/// Sums have an input channel's taps far apart, those of [`channels`] side by side: this puts each channel's together.
+/// Sums have an input channel's taps far apart, and the taps of [`channels`] side by side: this puts each channel's together.
 fn order_by_channel(geometry: &Geometry, sums: &mut [f32]) {
     let taps = geometry.kernel[0] * geometry.kernel[1];
     if taps <= 1 || geometry.group_inputs() <= 1 {
@@ -210,7 +210,7 @@ impl Part<'_> {
     }
 }
 
-/// The pairs of inputs of some channels, those of one place side by side.
+/// The pairs of inputs of some channels; pairs of one place are side by side.
 struct Cells {
     values: Vec<u32>,
     /// The distance from a place to the next.

@@ -25,7 +25,7 @@ const DEPTH: usize = 256;
 /// The target size of a band's planes in cells. Tests have small images.
 const BAND: usize = if cfg!(test) { 1 << 12 } else { 1 << 19 };
 
-/// What a kernel's element multiplies: an offset of the window, and the element's place among the kernel's.
+/// An element of a kernel: its offset in the window, and its place among the kernel's elements.
 struct Tap {
     offset: [usize; 2],
     element: usize,
@@ -115,7 +115,7 @@ pub(super) fn backward_data<U: Unit>(
     run(unit, geometry, &passes, dy, weight, bias)
 }
 
-/// What the outputs of a convolution see of its inputs.
+/// The window of the inputs that a convolution's outputs see.
 fn window(geometry: &Geometry) -> Window {
     Window {
         size: geometry.input,
@@ -212,7 +212,7 @@ impl Pass {
         packed
     }
 
-    /// The weights of an output, those of an input and of the next one side by side.
+    /// The weights of an output; each input's and the next one's are side by side.
     #[inline(always)]
     fn weight_pairs<U: Unit>(&self, unit: U, weight: &[bf16], line: &mut [u32]) {
         let taps = self.taps.len();

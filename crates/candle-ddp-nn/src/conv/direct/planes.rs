@@ -3,7 +3,7 @@ use crate::gemm::bf16::{Unit, pair};
 use half::bf16;
 use std::ops::Range;
 
-/// What a convolution reads along both axes: height and width.
+/// The window of a convolution along both axes, height and width.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Window {
     /// The images' size.

@@ -35,7 +35,7 @@ pub(crate) fn pair(first: bf16, second: bf16) -> u32 {
     u32::from(first.to_bits()) | u32::from(second.to_bits()) << 16
 }
 
-/// What a processor can do. A *pair* is two neighbours along the depth, the first in the lower half of a u32.
+/// The instructions of a processor. A *pair* is two neighbours along the depth, the first in the lower half of a u32.
 ///
 /// Packed factors lie in panels of lines (rows of a, columns of b): pair by pair, and the pairs of all lines side by side.
 pub(crate) trait Unit: Copy + Send + Sync {

@@ -1,4 +1,4 @@
-//! What AVX512-BF16 does, for tests on every processor.
+//! The arithmetic of AVX512-BF16, for tests on every processor.
 use super::{LANES, Source, Unit, VECTORS, pair};
 use half::bf16;
 

@@ -12,7 +12,7 @@ pub type PartHashes = Vec<Option<u64>>;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Hashed {
     Nothing,
-    /// Those of which something is needed.
+    /// Only the parts of which something is needed.
     Needed,
     All,
 }
@@ -20,9 +20,9 @@ pub enum Hashed {
 /// Reads a range of a file from its beginning to its end with bounded memory, and hashes its parts.
 pub(super) struct Bytes<'a> {
     file: &'a File,
-    /// What has not been read from the file.
+    /// The range that has not been read from the file.
     rest: Range<u64>,
-    /// Those that were read to be hashed, and not taken yet.
+    /// Bytes that were read to be hashed, some of them not taken yet.
     part: Vec<u8>,
     taken: usize,
     hashed: Hashed,
@@ -89,7 +89,7 @@ impl<'a> Bytes<'a> {
         Ok(self.hashes.pop().flatten())
     }
 
-    /// The hashes of all parts, of which content of no bytes has one as well. Passes over what was not read.
+    /// The hashes of all parts; content of no bytes counts as one part. Passes over what was not read.
     pub(super) fn finish(mut self) -> io::Result<PartHashes> {
         self.skip((self.part.len() - self.taken) as u64 + self.rest.end - self.rest.start)?;
         if self.hashes.is_empty() && self.hashed != Hashed::Nothing {

@@ -171,7 +171,7 @@ impl SafetensorsFile {
         Ok(())
     }
 
-    /// Checks the hash, if the file has one, by those of all parts.
+    /// Checks the hash, if the file has one, by the hashes of all parts.
     pub fn check(&self, hashes: &[PartHashes]) -> std::result::Result<(), Flaw> {
         let Some(stated) = self.hash() else { return Ok(()) };
         let mut tensors = BTreeMap::new();

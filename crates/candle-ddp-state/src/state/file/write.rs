@@ -63,7 +63,7 @@ impl WriteJob {
         Self::of(path, tensors.iter().map(|(name, tensor)| (name.clone(), Values::Here(tensor.clone()))).collect())
     }
 
-    /// Like [`new`](Self::new), for values some of which come later.
+    /// Like [`new`](Self::new); some of the values come later.
     pub fn of(path: &Path, mut tensors: Vec<(String, Values)>) -> Result<Self> {
         let invalid = |reason: String| Error::invalid("tensors", format!("they cannot be written: {reason}"));
         let mut devices: Vec<&Device> = Vec::new();

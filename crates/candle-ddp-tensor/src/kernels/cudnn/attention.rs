@@ -117,7 +117,7 @@ impl Layout {
 }
 
 impl AttendShape {
-    /// Of a tensor with heads of its own, or with all heads of `parts` tensors side by side.
+    /// The layout of a tensor that has only its own heads, or the heads of `parts` tensors side by side.
     fn layout(&self, heads: usize, rows: usize, size: usize, parts: usize) -> Layout {
         let sizes = [self.batch, heads, rows, size];
         let row = |all: usize| parts * all * size;
@@ -283,7 +283,7 @@ pub(super) fn parts(shape: &AttendShape) -> impl Iterator<Item = AttendShape> {
 }
 
 impl<'a> AttendTensors<'a> {
-    /// Those of the part of `whole` that begins at this sample and this head of keys.
+    /// The tensors of the part of `whole` that begins at this sample and this head of keys.
     pub(super) fn part(&self, (whole, dtype): (&AttendShape, DType), sample: usize, key_head: usize) -> Self {
         let head = key_head * (whole.heads / whole.key_heads);
         let from = |address: Address<'a>, Layout(_, strides): Layout, head: usize, dtype: DType| {

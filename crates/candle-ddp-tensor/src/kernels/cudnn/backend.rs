@@ -7,7 +7,7 @@ use cudarc::cudnn::sys::{
 };
 use std::ffi::c_void;
 
-/// What cuDNN answered.
+/// cuDNN's answer.
 #[derive(Debug)]
 pub(super) enum Failure {
     /// It has nothing for this.

@@ -8,7 +8,7 @@ use std::rc::Rc;
 
 type Outcome<T> = std::result::Result<T, Failure>;
 
-/// What an operation is, under the name of its attribute.
+/// The kind of an operation, under the name of its attribute.
 type Of<'a> = (Name, Kind, &'a [(Name, Value<'a>)]);
 
 /// The number by which a tensor is found when the graph runs; positive, since cuDNN takes -1 for none.
@@ -272,6 +272,6 @@ pub(super) type Found = std::result::Result<Plan, Option<usize>>;
 pub(super) struct Plan {
     pub(super) plan: Descriptor,
     pub(super) workspace: usize,
-    /// What the plan was made of, and may still point to.
+    /// The descriptors that the plan was made of, and may still point to.
     _uses: (Descriptor, Descriptor, Graph),
 }

@@ -8,7 +8,7 @@ use cudarc::driver::CudaContext;
 const SHARE: usize = 32;
 /// The part of the memory that is free when a thread first needs cuDNN.
 const SHARE_OF_FREE: usize = 4;
-/// What small GPUs grant as well.
+/// The least, which small GPUs grant as well.
 const LEAST: usize = 64 << 20;
 
 /// The largest workspace of an algorithm, in bytes.
