@@ -46,8 +46,10 @@
 //!
 //! # Overview
 //! - [`prelude`]: the names that most programs use.
-//! - [`run`], [`init_process_group`], [`ProcessGroup`]: joining the other ranks, and the collectives among them.
+//! - [`run`], [`init_process_group`], [`ProcessGroup`], [`DeviceMesh`]: joining the other ranks, and the collectives among them.
 //! - [`DistributedDataParallel`], [`DdpOptions`]: the model.
+//! - [`Sharding`], [`block()`]: models and optimizers' states that are spread over the ranks.
+//! - [`InitOptions::virtual_ranks`]: runs with the same bits on any number of ranks.
 //! - [`backward_with`]: backward passes through several models, of sums over samples, or of several losses before a step.
 //! - [`comm_hook`]: replacements for the all-reduce of gradients, such as compression.
 //! - [`data_parallel`]: one process that trains on several devices.
@@ -57,7 +59,9 @@
 //! - [`checkpoint`]: saving and loading weights, including files that PyTorch has saved; checkpoints of whole runs.
 //! - [`rendezvous`]: key-value stores that PyTorch understands, and the secret of a job.
 //! - [`amp`]: mixed precision, loss scaling.
-//! - [`nn`]: layers and functions with correct gradients that are fast on CPUs, and `SyncBatchNorm`.
+//! - [`nn`]: layers and functions with correct gradients that are fast on CPUs, `SyncBatchNorm`, and adapters
+//!   ([`LoraConfig`](nn::LoraConfig)).
+//! - [`metrics`]: metrics of an evaluation over all ranks, files for TensorBoard, and the speed of training.
 //! - [`seed`]: reproducible random numbers that can be saved and differ between ranks.
 //! - [`trace`]: a timeline of the training steps.
 //! - [`elastic`]: training that continues when a rank dies.

@@ -66,6 +66,36 @@ impl GradScalerOptions {
 /// Multiplies losses by a scale, so that small gradients do not vanish in f16, and divides the gradients by it again.
 /// If gradients overflow, all ranks skip the step. PyTorch's `GradScaler`.
 ///
+/// ```
+/// use candle_ddp::amp::{Autocast, GradScaler, GradScalerOptions};
+/// use candle_ddp::nn::linear;
+/// use candle_ddp::{DdpOptions, Precision, prelude::*};
+///
+/// fn main() -> Result<()> {
+///     candle_ddp::spawn(2, |pg| {
+///         let precision = Precision::Autocast(Autocast::Lists(DType::F16));
+///         let options = DdpOptions { precision, ..Default::default() };
+///         let ddp = DistributedDataParallel::with_options(&pg, &VarMap::new(), |vb| linear(4, 1, vb), options)?;
+///         let mut optimizer = AdamW::new(&ddp, ParamsAdamW::default())?;
+///         let mut scaler = GradScaler::new(&pg, &ddp, GradScalerOptions::default())?;
+///         for step in 0..8 {
+///             let x = Tensor::randn(0f32, 1., (8, 4), pg.device())?;
+///             let loss = (ddp.forward(&x)?.to_dtype(DType::F32)?.sqr()?.mean_all()? / 4.)?; // a step of 4 batches
+///             let is_last = step % 4 == 3;
+///             let _unsynchronised = ddp.sync_if(is_last); // nothing is sent before the last batch
+///             let mut grads = ddp.backward(&scaler.scale(&loss)?)?;
+///             if is_last {
+///                 optimizer.unscale(&mut scaler, &mut grads)?; // so that clipping sees the gradients themselves
+///                 optimizer.clip_grad_norm(&mut grads, 1.)?;
+///                 scaler.step(&mut optimizer, &mut grads)?; // skipped on all ranks if a gradient is not finite
+///                 scaler.update()?;
+///             }
+///         }
+///         Ok(())
+///     })?;
+///     Ok(())
+/// }
+/// ```
 /// In each training step, call [`scale`](Self::scale), then [`unscale`](Self::unscale) if the program inspects or clips
 /// the gradients, then [`step`](Self::step) and [`update`](Self::update), the same on all ranks. An overflow on one
 /// rank counts for all.
@@ -110,8 +140,8 @@ impl std::fmt::Debug for GradScaler {
 }
 
 impl GradScaler {
-    /// A scaler for the gradients of `parameters`, such as those of a `&DistributedDataParallel`, which the ranks of `group` use
-    /// together. It also knows the parameters of an optimizer that it steps, and those of every DDP model whose gradients are in the
+    /// A scaler for the gradients of `parameters`, such as a `&DistributedDataParallel`, which the ranks of `group` use
+    /// together. It also knows the parameters of an optimizer that it steps, and of every DDP model whose gradients are in the
     /// store, such as one that was made anew with thawed parameters. A program that steps yet other variables, in
     /// [`step_if_finite`](Self::step_if_finite), must give them here: their gradients are divided, but an overflow in them skips no step.
     ///
@@ -140,6 +170,9 @@ impl GradScaler {
     ///
     /// The gradients are known to be scaled: until [`unscale`](Self::unscale) has divided them, clipping and the optimizers of
     /// [`optim`](crate::optim) refuse them.
+    ///
+    /// # Errors
+    /// candle's error if the loss cannot be converted to f32.
     pub fn scale(&self, loss: &Tensor) -> Result<Tensor> {
         if !self.options.enabled {
             return Ok(loss.clone());
@@ -164,7 +197,7 @@ impl GradScaler {
         self.unscale_with(grads, std::iter::empty())
     }
 
-    /// Like [`unscale`](Self::unscale), for the gradients of `more` parameters, of which the scaler may not know.
+    /// Like [`unscale`](Self::unscale), also for the gradients of `more` parameters, which the scaler may not know.
     pub(crate) fn unscale_with<'a>(
         &mut self,
         grads: &mut GradStore,
@@ -322,6 +355,10 @@ impl GradScaler {
     /// # Ok(())
     /// # }
     /// ```
+    ///
+    /// # Errors
+    /// The errors of [`unscale`](Self::unscale), if it was not called before, and of `step`; [`Error::GradScaler`] for a second call before
+    /// [`update`](Self::update).
     pub fn step_if_finite(
         &mut self,
         grads: &mut GradStore,
@@ -410,7 +447,7 @@ fn known<'a, 'more: 'a>(
     all
 }
 
-/// Which entries of a store are no gradients, or those of `known` variables.
+/// The entries of a store that are no gradients, or gradients of `known` variables.
 fn is_done(known: &Known, models: &[Arc<Steps>]) -> impl Fn(TensorId) -> bool + use<> {
     let marks = models.iter().map(|model| model.mark.id());
     let ids: HashSet<TensorId> = known.iter().map(|(_, var)| var.id()).chain(marks).collect();

@@ -1,6 +1,6 @@
 //! Mixed precision: computing in f16 or bf16 with parameters kept in f32. There are two ways, which
 //! [`DdpOptions::precision`](crate::DdpOptions::precision) chooses: a model of 16 bits ([`Precision::Half`]), or functions that cast
-//! their arguments ([`Precision::Autocast`], `torch.autocast`).
+//! their arguments ([`Precision::Autocast`], `torch.autocast`). [`GradScaler`] has a whole loop with accumulation and clipping.
 //!
 //! Under [`Precision::Half`] the variables in the `VarMap` are f32: these masters are what optimizers change and checkpoints hold. The
 //! model holds copies of them in `param_dtype`, which every forward pass updates, and `backward` returns gradients in the masters'
@@ -56,8 +56,8 @@
 //! **candle's own operations do not cast**, and refuse arguments of two dtypes. So the sum of a residual connection is
 //! [`nn::add`](crate::nn::add), and a matrix product of candle's gets arguments that are cast by hand. A model that has such
 //! operations everywhere trains unchanged with `Autocast::Products(DType::BF16)`: there,
-//! only products compute in 16 bits, and nothing else sees them. All 60 model files of candle-transformers that
-//! [train](https://docs.rs/candle-ddp-nn) do so in this mode.
+//! only products compute in 16 bits, and nothing else sees them. All 60 model files of candle-transformers that train on candle-ddp-nn
+//! do so in this mode.
 //!
 //! [`autocast`] is the same for code outside of [`DistributedDataParallel`](crate::DistributedDataParallel), and [`autocast_off`] is an
 //! exception inside. The loss can be calculated outside: losses of 16 bits are f32 anyway. With f16, use a [`GradScaler`].
@@ -105,14 +105,8 @@
 //! [`nn`](crate::nn) (also [`add`](crate::nn::add), the sum of a residual connection). `benches/results/step_bf16.md` has whole steps.
 //! On other processors, f16 and bf16 take about as long as f32.
 //!
-//! candle's own operations convert each number back and forth (one thread of a Xeon with AVX-512, candle 0.11.1, compared with f32):
-//!
-//! | | f16 | bf16 |
-//! |---|---|---|
-//! | sum of two tensors | 35 times | 150 times and more |
-//! | `exp`, as in a softmax | 1.8 times | 160 times |
-//! | `conv2d`, forward | the same | an error: candle has no bf16 product for it |
-//! | `conv2d`, forward and backward | 4 times | an error |
+//! candle's own operations convert each number back and forth: in bf16, a sum of two tensors or `exp` takes more than a hundred times as
+//! long as in f32, and `conv2d` is an error (candle 0.11.1).
 //!
 //! With [`reduce_dtype`](crate::Buckets::reduce_dtype) alone the model computes in f32, and half as many bytes travel between hosts.
 //!

@@ -15,7 +15,7 @@ pub(crate) struct Verdict {
 }
 
 impl Verdict {
-    /// Of all ranks, by this rank's pair. Does not wait.
+    /// The verdict of all ranks, from this rank's pair. Does not wait.
     pub(super) fn of_all_ranks(group: &ProcessGroup, numbers: Tensor) -> Result<Self> {
         let numbers = match group.world_size() {
             1 => numbers,

@@ -72,10 +72,16 @@ pub trait Communicator: Send + Sync {
     /// Starts `collective`. Its tensors must not be touched until the returned [`Work`] is waited for: an engine may read and
     /// write their memory without candle's lock, as MPI does, so even reading them is a data race. Gradients end here: an engine
     /// moves values. [`ProcessGroup`](crate::ProcessGroup) gives it no tensor through which gradients flow.
+    ///
+    /// # Errors
+    /// Returns an error for a collective that cannot be started, and the cause if the group is broken.
     fn start(&self, collective: Collective) -> Result<Work>;
 
     /// Runs `collective` and waits for it; an engine may do so on the calling thread. Gradients end here, as in
     /// [`start`](Self::start).
+    ///
+    /// # Errors
+    /// As [`start`](Self::start) and [`Work::wait`].
     fn run(&self, collective: Collective) -> Result<()> {
         self.start(collective)?.wait()
     }
@@ -86,6 +92,9 @@ pub trait Communicator: Send + Sync {
     /// [`start`](Self::start).
     ///
     /// [`ProcessGroup::batch_isend_irecv`]: crate::ProcessGroup::batch_isend_irecv
+    ///
+    /// # Errors
+    /// As [`start`](Self::start).
     fn start_batch(&self, batch: Vec<P2pOp>) -> Result<Work> {
         let (sends, recvs): (Vec<_>, Vec<_>) = batch.into_iter().partition(|message| !message.is_recv());
         let works = sends.into_iter().chain(recvs).map(|message| self.start(message.into()));
@@ -94,11 +103,14 @@ pub trait Communicator: Send + Sync {
 
     /// Makes [`Work::span`] available for collectives started from now on, if measuring costs something, as on GPUs.
     /// Call it again from time to time to keep the times exact.
+    ///
+    /// # Errors
+    /// An error of the device, which measures.
     fn measure_spans(&self) -> Result<()> {
         Ok(())
     }
 
-    /// Why the group has failed, or why calls of all its ranks can no longer succeed, as far as the engine knows
+    /// The reason why the group has failed, or why calls of all its ranks can no longer succeed, as far as the engine knows
     /// without asking the other ranks.
     fn failure(&self) -> Option<Error> {
         None
@@ -123,7 +135,7 @@ pub trait Communicator: Send + Sync {
         }
     }
 
-    /// Tells the engine which place its group has among those of the job. An engine of this crate then notices ranks that wait for each
+    /// Tells the engine which place its group has among the groups of the job. An engine of this crate then notices ranks that wait for each
     /// other in two groups.
     #[doc(hidden)]
     #[allow(unused_variables)]

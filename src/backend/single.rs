@@ -12,7 +12,7 @@ use std::sync::{Arc, OnceLock};
 /// The only rank of a group whose tensors are on one device.
 pub(crate) struct SingleCommunicator {
     device: Device,
-    /// Why the group was ended.
+    /// The reason why the group was ended.
     reason: OnceLock<String>,
 }
 

@@ -6,9 +6,15 @@ use std::time::Instant;
 pub trait Completion: Send + Sync {
     /// Returns once the calling thread's next candle operations may use the results. On a CPU, the results are then
     /// complete; on a GPU, candle's stream then waits for them, which does not block the host.
+    ///
+    /// # Errors
+    /// Returns [`Error::Group`](crate::Error::Group) if the collective has failed, also if it is called again.
     fn wait(&self) -> Result<()>;
 
     /// Blocks the host until the results are complete.
+    ///
+    /// # Errors
+    /// As [`wait`](Self::wait).
     fn synchronize(&self) -> Result<()> {
         self.wait()
     }
@@ -61,11 +67,17 @@ impl Work {
     }
 
     /// Waits until the results may be used by this thread's next candle operations.
+    ///
+    /// # Errors
+    /// Returns [`Error::Group`](crate::Error::Group) if the collective has failed, also if it is called again.
     pub fn wait(&self) -> Result<()> {
         self.0.wait()
     }
 
     /// Blocks the host until the results are complete, on a GPU too.
+    ///
+    /// # Errors
+    /// As [`wait`](Self::wait).
     pub fn synchronize(&self) -> Result<()> {
         self.0.synchronize()
     }

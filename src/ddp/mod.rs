@@ -44,6 +44,27 @@ use std::sync::Arc;
 
 /// A model whose gradients are averaged over the ranks of a process group: PyTorch's `DistributedDataParallel`.
 ///
+/// ```
+/// use candle_ddp::nn::linear;
+/// use candle_ddp::prelude::*;
+///
+/// fn main() -> Result<()> {
+///     // Two ranks as threads. A program whose ranks are processes begins with `candle_ddp::run(|pg| …)`.
+///     candle_ddp::spawn(2, |pg| {
+///         let varmap = VarMap::new(); // gets the variables: `weight` and `bias`
+///         let ddp = DistributedDataParallel::new(&pg, &varmap, |vb| linear(4, 1, vb))?;
+///         let mut optimizer = AdamW::new(&ddp, ParamsAdamW::default())?;
+///         for _ in 0..3 {
+///             let x = Tensor::randn(0f32, 1., (8, 4), pg.device())?; // this rank's samples
+///             let loss = ddp.forward(&x)?.sqr()?.mean_all()?;
+///             let grads = ddp.backward(&loss)?; // averaged over the ranks
+///             optimizer.step(&grads)?;
+///         }
+///         Ok(())
+///     })?;
+///     Ok(())
+/// }
+/// ```
 /// The model is built with a `VarBuilder` whose tensors are *replicas* of the variables in a `VarMap`. Optimizers
 /// change the variables, and every forward pass first updates the replicas. In [`backward`](Self::backward), each
 /// replica's gradient goes into a bucket, which is all-reduced while the backward pass continues. At construction all
@@ -285,7 +306,7 @@ impl<M> DistributedDataParallel<M> {
         self.core.reducer.set_comm_hook(hook)
     }
 
-    /// What the registered communication hook has received and sent so far; None without a hook.
+    /// The bytes that the registered communication hook has received and sent so far; None without a hook.
     pub fn comm_hook_traffic(&self) -> Option<CommHookTraffic> {
         self.core.reducer.comm_hook_traffic()
     }

@@ -3,43 +3,7 @@
 //! [`run`] makes the process group and calls the training loop with it. When the group fails because a peer is gone,
 //! the loop returns the group's error. The surviving ranks then form another group, either without the dead process or
 //! with one that takes its place. They return to the last commit of the rank that is furthest ahead, and call the loop
-//! again. Processes, models and data stay where they are. `docs/elastic.md` has a whole program.
-//!
-//! ```no_run
-//! use candle_ddp::checkpoint::{Parts, StateDict};
-//! use candle_ddp::data::LoaderState;
-//! use candle_ddp::elastic;
-//! use candle_ddp::optim::AdamW;
-//! use candle_ddp::{InitOptions, ProcessGroup, Result};
-//! use candle_nn::VarMap;
-//!
-//! struct Training {
-//!     varmap: VarMap,
-//!     optimizer: AdamW,
-//!     progress: LoaderState,
-//! }
-//!
-//! impl Parts for Training {
-//!     fn parts(&mut self) -> Vec<(&str, &mut dyn StateDict)> {
-//!         vec![("model", &mut self.varmap), ("optimizer", &mut self.optimizer), ("progress", &mut self.progress)]
-//!     }
-//! }
-//!
-//! # fn prepare() -> Result<Training> { unreachable!() }
-//! fn main() -> Result<()> {
-//!     let mut state = elastic::State::new(prepare()?);
-//!     elastic::run(InitOptions::default(), &mut state, train)
-//! }
-//!
-//! fn train(pg: &ProcessGroup, state: &mut elastic::State<Training>) -> Result<()> {
-//!     // let ddp = DistributedDataParallel::new(pg, &state.varmap, …)?;
-//!     for epoch in state.progress.epoch..10 {
-//!         // … for every remaining batch of the epoch: forward, backward, optimizer.step …
-//!         state.commit()?;
-//!     }
-//!     Ok(())
-//! }
-//! ```
+//! again. Processes, models and data stay where they are. `docs/elastic.md` describes the rest.
 mod membership;
 mod options;
 mod placement;
@@ -69,12 +33,58 @@ use synchronise::{Entrance, synchronise};
 /// Joins this process to the others of its job and calls `train`, repeatedly if necessary, until it has succeeded on
 /// all ranks: Horovod Elastic's `hvd.elastic.run`.
 ///
+/// ```
+/// use candle_ddp::elastic::{self, State};
+/// use candle_ddp::nn::{Linear, linear};
+/// use candle_ddp::prelude::*;
+///
+/// /// Everything that must be the same on all ranks for training to continue.
+/// struct Training {
+///     varmap: VarMap,
+///     optimizer: AdamW,
+///     step: u64,
+/// }
+///
+/// impl Parts for Training {
+///     fn parts(&mut self) -> Vec<(&str, &mut dyn StateDict)> {
+///         vec![("model", &mut self.varmap), ("optimizer", &mut self.optimizer), ("step", &mut self.step)]
+///     }
+/// }
+///
+/// fn net(vb: VarBuilder) -> candle_core::Result<Linear> {
+///     linear(4, 1, vb)
+/// }
+///
+/// fn main() -> Result<()> {
+///     // Before there is a group: the variables, and an optimizer over them.
+///     let varmap = VarMap::new();
+///     net(VarBuilder::from_varmap(&varmap, DType::F32, &Device::Cpu))?;
+///     let optimizer = AdamW::new(&varmap, ParamsAdamW::default())?;
+///     let mut state = State::new(Training { varmap, optimizer, step: 0 });
+///     elastic::run(InitOptions::default(), &mut state, train)
+/// }
+///
+/// /// Called with the first group, and again with each group after it.
+/// fn train(pg: &ProcessGroup, state: &mut State<Training>) -> Result<()> {
+///     let ddp = DistributedDataParallel::new(pg, &state.varmap, net)?;
+///     while state.step < 10 {
+///         let x = Tensor::randn(0f32, 1., (8, 4), pg.device())?; // your batch of this step and rank
+///         let grads = ddp.backward(&ddp.forward(&x)?.sqr()?.mean_all()?)?;
+///         state.optimizer.step(&grads)?;
+///         state.step += 1;
+///         state.commit()?; // from here on, training continues when a rank dies
+///     }
+///     Ok(())
+/// }
+/// ```
+///
+/// `ddprun --nproc-per-node 4 --max-restarts 5 target/release/my-training` starts it. By itself, it is the only rank.
 /// `train` gets the group of the present generation of ranks, and `state` as of the last commit. It makes everything
 /// that depends on the group, such as [`DistributedDataParallel`](crate::DistributedDataParallel) and samplers, and
 /// calls [`State::commit`] after each step. When it is called again, the world size and this process's rank may have
 /// changed.
 ///
-/// What follows when a rank dies depends on how it was started:
+/// When a rank dies, the launcher decides:
 /// - `ddprun --max-restarts N` starts a process in its place, which has the same rank and gets the state from the
 ///   others. When all restarts are used up, the others continue without it, down to [`ElasticOptions::min_world_size`].
 ///   When all ranks die at once, no commit survives: the run continues from the program's checkpoint
@@ -171,7 +181,7 @@ fn finished_without() -> Error {
     Error::RankFailed { rank: 0, reason: "all other ranks have finished before this one began".to_string() }
 }
 
-/// Why the group has ended. This rank may learn of it a moment after the error that it has caused: in a group that was split
+/// The reason why the group has ended. This rank may learn of it a moment after the error that it has caused: in a group that was split
 /// off, ranks that know it have left or failed.
 fn failure_of(pg: &ProcessGroup) -> Option<Error> {
     const PATIENCE: Duration = Duration::from_millis(500);

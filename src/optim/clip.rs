@@ -35,6 +35,9 @@ pub struct ClipOptions {
 /// [`clip_grad_norm_with`] for the L2 norm. [`Optimizer::clip_grad_norm`](super::Optimizer::clip_grad_norm) does this
 /// for all parameters of an optimizer, and is required for a [sharded](crate::Sharding)
 /// model.
+///
+/// # Errors
+/// As [`clip_grad_norm_with`].
 pub fn clip_grad_norm(grads: &mut GradStore, parameters: impl Into<Parameters>, max_norm: f64) -> Result<f64> {
     clip_grad_norm_with(grads, parameters, max_norm, ClipOptions::default())
 }
@@ -125,7 +128,7 @@ pub(super) fn check_max_norm(max_norm: f64) -> Result<()> {
     Ok(())
 }
 
-/// Those of `items` whose variables' gradients are the same on all ranks; all of them if there are none.
+/// The `items` whose variables' gradients are the same on all ranks; all of them if there are none.
 pub(super) fn without_ignored<'a, T: Copy>(
     grads: &GradStore,
     items: Vec<T>,

@@ -74,8 +74,36 @@ pub use schedule::{
 pub use sgd::ParamsSgd;
 pub use update_bn::update_bn;
 
-/// Adam with decoupled weight decay: PyTorch's `torch.optim.AdamW` (`amsgrad` off), in one pass. It replaces
-/// candle_nn's.
+/// Adam with decoupled weight decay: PyTorch's `torch.optim.AdamW` (`amsgrad` off), in one pass. It replaces candle_nn's, whose
+/// `ParamsAdamW` has its options:
+///
+/// | field | PyTorch's name | default |
+/// |---|---|---|
+/// | `lr`, the learning rate | `lr` | 0.001 |
+/// | `beta1`, `beta2`, the decay of the averages of gradients and of their squares | `betas` | 0.9, 0.999 |
+/// | `eps`, added to the root of the averaged squares | `eps` | 1e-8 |
+/// | `weight_decay`: each step multiplies parameters by 1 − `lr` · `weight_decay` | `weight_decay` | 0.01 |
+///
+/// ```
+/// use candle_ddp::nn::linear;
+/// use candle_ddp::prelude::*;
+///
+/// fn main() -> Result<()> {
+///     let ParamsAdamW { lr, beta1, beta2, eps, weight_decay } = ParamsAdamW::default();
+///     assert_eq!((lr, beta1, beta2, eps, weight_decay), (0.001, 0.9, 0.999, 1e-8, 0.01));
+///     candle_ddp::spawn(2, |pg| {
+///         let ddp = DistributedDataParallel::new(&pg, &VarMap::new(), |vb| linear(4, 1, vb))?;
+///         let mut optimizer = AdamW::new(&ddp, ParamsAdamW { lr: 3e-4, weight_decay: 0.1, ..Default::default() })?;
+///         let x = Tensor::randn(0f32, 1., (8, 4), pg.device())?;
+///         let mut grads = ddp.backward(&ddp.forward(&x)?.sqr()?.mean_all()?)?;
+///         optimizer.clip_grad_norm(&mut grads, 1.)?;
+///         optimizer.step(&grads)
+///     })?;
+///     Ok(())
+/// }
+/// ```
+///
+/// Groups of parameters with other options, such as norms without weight decay: [`from_groups`](FusedOptimizer::from_groups).
 pub type AdamW = FusedOptimizer<ParamsAdamW>;
 /// Adam: PyTorch's `torch.optim.Adam` (`amsgrad` off), in one pass.
 pub type Adam = FusedOptimizer<ParamsAdam>;

@@ -16,6 +16,9 @@ pub trait Schedule {
     fn name(&self) -> &'static str;
 
     /// Refuses invalid options.
+    ///
+    /// # Errors
+    /// Returns [`Error::InvalidArgument`](crate::Error::InvalidArgument) for an option that makes no schedule.
     fn check(&self) -> Result<()>;
 
     /// The learning rate in step `step`, counted from 0, of a group whose own learning rate is `base`.
@@ -115,7 +118,7 @@ pub struct LrScheduler<S> {
 }
 
 impl<S: Schedule> LrScheduler<S> {
-    /// Starts from the current learning rates of `optimizer` as base rates, and sets those of the first step.
+    /// Starts from the current learning rates of `optimizer` as base rates, and sets the rates of the first step.
     ///
     /// # Errors
     /// Returns [`Error::InvalidArgument`] for invalid options.

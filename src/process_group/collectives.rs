@@ -6,24 +6,36 @@ use candle_core::Tensor;
 
 impl ProcessGroup {
     /// Sends `tensor` to rank `peer`, which must call `recv`. Returns when `tensor` may be changed again.
+    ///
+    /// # Errors
+    /// The same as of every [collective](ProcessGroup#errors).
     #[track_caller]
     pub fn send(&self, tensor: &Tensor, peer: usize) -> Result<()> {
         self.run(Collective::Send { tensor: tensor.clone(), peer })
     }
 
     /// [`send`](Self::send), without waiting.
+    ///
+    /// # Errors
+    /// The same as of every [collective](ProcessGroup#errors). [`Work::wait`] returns those that come later.
     #[track_caller]
     pub fn isend(&self, tensor: &Tensor, peer: usize) -> Result<Work> {
         self.start(Collective::Send { tensor: tensor.clone(), peer })
     }
 
     /// Receives data from rank `peer` into `tensor`.
+    ///
+    /// # Errors
+    /// The same as of every [collective](ProcessGroup#errors).
     #[track_caller]
     pub fn recv(&self, tensor: &Tensor, peer: usize) -> Result<()> {
         self.run(Collective::Recv { tensor: tensor.clone(), peer })
     }
 
     /// [`recv`](Self::recv), without waiting.
+    ///
+    /// # Errors
+    /// The same as of every [collective](ProcessGroup#errors). [`Work::wait`] returns those that come later.
     #[track_caller]
     pub fn irecv(&self, tensor: &Tensor, peer: usize) -> Result<Work> {
         self.start(Collective::Recv { tensor: tensor.clone(), peer })
@@ -36,12 +48,18 @@ macro_rules! collectives {
         impl ProcessGroup {
             $(
                 $(#[$doc])*
+                ///
+                /// # Errors
+                /// The same as of every [collective](ProcessGroup#errors).
                 #[track_caller]
                 pub fn $run(&self, $($argument: $kind),*) -> Result<()> {
                     self.run(Collective::$variant { $($argument: $value),* })
                 }
 
                 #[doc = concat!("[`", stringify!($run), "`](Self::", stringify!($run), "), without waiting.")]
+                ///
+                /// # Errors
+                /// The same as of every [collective](ProcessGroup#errors). [`Work::wait`] returns those that come later.
                 #[track_caller]
                 pub fn $start(&self, $($argument: $kind),*) -> Result<Work> {
                     self.start(Collective::$variant { $($argument: $value),* })

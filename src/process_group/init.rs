@@ -101,6 +101,22 @@ impl InitOptions {
 /// Joins this process to the others of its job and creates the engine that connects them: PyTorch's
 /// `torch.distributed.init_process_group`. Every rank must call it; it returns when all have done so.
 ///
+/// ```
+/// use candle_core::Tensor;
+/// use candle_ddp::{InitOptions, ReduceOp, Result, init_process_group};
+/// use std::time::Duration;
+///
+/// fn main() -> Result<()> {
+///     // `ddprun --nproc-per-node 2` starts this program as two ranks. By itself it is the only one.
+///     let pg = init_process_group(InitOptions { timeout: Duration::from_secs(60), ..Default::default() })?;
+///     pg.abort_on_error(|| {
+///         let x = Tensor::ones(3, candle_core::DType::F32, pg.device())?;
+///         pg.all_reduce(&x, ReduceOp::Sum)?;
+///         assert_eq!(x.to_vec1::<f32>()?, [pg.world_size() as f32; 3]);
+///         Ok(())
+///     })
+/// }
+/// ```
 /// With `Backend::Auto` and no device given, a rank that sees a GPU uses NCCL on the GPU with its local rank as number,
 /// and other ranks use the CPU engine. All ranks must end up with the same engine. A build with the feature `cuda` and without
 /// `nccl` uses the CPU as well, with a warning, unless a GPU is given as the device: it then creates a group of one rank.
@@ -134,7 +150,7 @@ fn init(options: InitOptions) -> Result<ProcessGroup> {
 /// How this process joins groups of ranks that have met.
 pub(crate) struct Joining {
     backend: Backend,
-    /// Why a program that is built for GPUs trains on the CPU.
+    /// The reason why a program that is built for GPUs trains on the CPU.
     no_gpu: Option<String>,
     device: Option<Device>,
     timeout: Duration,

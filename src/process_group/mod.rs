@@ -64,12 +64,32 @@ use std::time::Duration;
 
 /// A group of ranks that communicate with each other: PyTorch's `ProcessGroup`. Clones are handles to the same group.
 ///
+/// ```
+/// use candle_core::{DType, Tensor};
+/// use candle_ddp::ReduceOp;
+///
+/// fn main() -> candle_ddp::Result<()> {
+///     candle_ddp::spawn(2, |pg| {
+///         let mine = Tensor::full(pg.rank() as f32 + 1., 2, pg.device())?;
+///         let all = Tensor::zeros((2, 2), DType::F32, pg.device())?;
+///         pg.all_gather(&all, &mine)?;
+///         assert_eq!(all.to_vec2::<f32>()?, [[1., 1.], [2., 2.]]);
+///         pg.broadcast(&mine, 0)?; // in place: rank 1 gets rank 0's values
+///         let sum = pg.all_reduce_async(&mine, ReduceOp::Sum)?;
+///         // Other work goes here. `mine` belongs to the collective until it has been waited for.
+///         sum.wait()?;
+///         assert_eq!(mine.to_vec1::<f32>()?, [2., 2.]);
+///         Ok(())
+///     })?;
+///     Ok(())
+/// }
+/// ```
 /// Every rank of the group must make the same calls in the same order (`send` and `recv` pair up between two ranks).
 /// Tensors must be contiguous, live on [`device`](Self::device), and have the same dtype and shape on every rank; dimensions of
 /// size 1 do not count, and a one-dimensional tensor fits every shape with as many elements. They are changed in place, and so is
 /// every other tensor that shares their storage. No gradient flows through a collective, so a tensor through which gradients flow,
 /// such as a loss or the output of a model, is refused, wherever a collective would read or change it: pass `z.detach()` to be
-/// read, `loss.detach().copy()?` to be changed, or use [`with_grad`](Self::with_grad), through which gradients flow. A variable stands for its values, as with `Var::set`.
+/// read, `loss.detach().copy()?` to be changed, or use [`with_grad`](Self::with_grad), through which gradients flow. A `Var` may be passed itself: its values are used.
 ///
 /// Where a tensor holds a part for each rank, the parts are equally many rows: dimension 0 divides by the number of ranks.
 /// Part and rows have the same shape, apart from dimensions of size 1, or one of the two tensors is one-dimensional, and
@@ -117,7 +137,7 @@ struct Inner {
     cpu: Mutex<Option<ProcessGroup>>,
     /// Whether the program itself has ended the group.
     was_aborted: AtomicBool,
-    /// What the ranks have said of their speeds.
+    /// The speeds of the ranks, as they have said.
     speeds: Mutex<Option<Arc<[f64]>>>,
     stop: Stop,
     kept: Mutex<Kept>,
@@ -127,7 +147,7 @@ struct Inner {
 #[derive(Default)]
 struct Kept {
     models: usize,
-    /// Of models that have counted anything.
+    /// The counts of models that have counted anything.
     numbers: BTreeMap<usize, [u64; 3]>,
 }
 
@@ -185,7 +205,7 @@ impl ProcessGroup {
         self.0.communicator.world_size()
     }
 
-    /// This process's rank among those of the job on the same host.
+    /// This process's rank among the job's ranks on the same host.
     pub fn local_rank(&self) -> usize {
         self.0.settings.local_rank
     }
@@ -307,12 +327,12 @@ impl ProcessGroup {
         self.0.communicator.gone()
     }
 
-    /// Why this group, or one that is a part of it, such as the one that its layers use, has failed, if known.
+    /// The reason why this group, or one that is a part of it, such as the one that its layers use, has failed, if known.
     pub(crate) fn failure(&self) -> Option<Error> {
         self.0.communicator.failure().or_else(|| self.0.place.failure_of_parts())
     }
 
-    /// Why the group of all ranks has failed, or must end: a part of it has failed, or a process has ended, as a call in any group
+    /// The reason why the group of all ranks has failed, or must end: a part of it has failed, or a process has ended, as a call in any group
     /// of the job has found.
     pub(crate) fn end_of_job(&self) -> Option<Error> {
         self.failure().or_else(|| Some(self.0.place.ended()?.into()))

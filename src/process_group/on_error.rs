@@ -24,7 +24,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 /// ```
 ///
 /// # Errors
-/// Those of [`init_process_group`] and of `program`. The error type can be `anyhow::Error` or a type of the program.
+/// The errors of [`init_process_group`] and of `program`. The error type can be `anyhow::Error` or a type of the program.
 pub fn run<T, E: Display + From<Error>>(program: impl FnOnce(&ProcessGroup) -> Result<T, E>) -> Result<T, E> {
     let group = init_process_group(InitOptions::default())?;
     group.abort_on_error(|| program(&group))
@@ -48,6 +48,9 @@ impl ProcessGroup {
     ///     pg.abort_on_error(|| train(&pg))
     /// }
     /// ```
+    ///
+    /// # Errors
+    /// Returns the error of `body`.
     pub fn abort_on_error<T, E: Display>(&self, body: impl FnOnce() -> Result<T, E>) -> Result<T, E> {
         match catch_unwind(AssertUnwindSafe(body)) {
             // The group keeps its first failure. The alternate form of an error, such as one of `anyhow`, may say more.
@@ -100,7 +103,7 @@ impl ProcessGroup {
 }
 
 impl Inner {
-    /// Why this group has failed.
+    /// The reason why this group has failed.
     fn group_error(&self) -> Option<RankError> {
         Some(self.place.told(&self.communicator.failure()?))
     }

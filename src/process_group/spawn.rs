@@ -48,6 +48,9 @@ pub fn spawn<T: Send>(world_size: usize, work: impl Fn(ProcessGroup) -> Result<T
 }
 
 /// Like [`spawn`], with options.
+///
+/// # Errors
+/// As [`spawn`], and [`Error::InvalidArgument`] for options that a group refuses, such as 0 ranks.
 pub fn spawn_with<T: Send>(options: SpawnOptions, work: impl Fn(ProcessGroup) -> Result<T> + Sync) -> Result<Vec<T>> {
     let SpawnOptions { world_size, timeout, virtual_ranks } = options;
     if world_size == 0 {

@@ -61,16 +61,16 @@ pub(super) type Source<T> = Box<dyn Iterator<Item = Result<T>>>;
 pub struct LoaderIter<T> {
     /// None when there are no more.
     batches: Option<Source<T>>,
-    /// Why there are none.
+    /// The reason why there are none.
     failure: Option<Error>,
     /// How many batches there are still.
     remaining: usize,
     /// The samples of all batches, also of those that were delivered.
     order: Option<Batches>,
     progress: Progress,
-    /// Where the loader is after the batch that was delivered last.
+    /// The loader's position after the batch that was delivered last.
     here: Position,
-    /// Where the loader keeps it.
+    /// The loader's own copy of it.
     position: Arc<Mutex<Position>>,
     /// Until the first batch: says once if the epoch was begun before. None on ranks other than rank 0.
     restart: Option<Arc<Once>>,
@@ -172,6 +172,9 @@ impl<T> LoaderIter<T> {
     /// # Ok(())
     /// # }
     /// ```
+    ///
+    /// # Errors
+    /// The errors of the batches, as without indices.
     pub fn with_indices(mut self) -> impl ExactSizeIterator<Item = Result<(Vec<usize>, T)>> {
         // The program knows which samples are padding.
         self.progress.padding = 0;
@@ -234,7 +237,7 @@ impl<T> LoaderIter<T> {
         Arc::as_ptr(&self.position).addr()
     }
 
-    /// Where the loader was before the step of the next batch.
+    /// The loader's position before the step of the next batch.
     pub(super) fn step(&self, seed: u64, dataset_len: usize) -> LoaderState {
         self.here.state(seed, dataset_len)
     }

@@ -293,7 +293,7 @@ struct Outcome {
     result: Mutex<Option<(Result<(), Failure>, Ran)>>,
     over: Condvar,
     group: Weak<Group>,
-    /// Which call of the group it is.
+    /// The number of the call in its group.
     place: (Channel, u64),
 }
 
@@ -312,6 +312,9 @@ pub struct Work(Arc<Outcome>);
 
 impl Work {
     /// Waits until the call is complete and its tensors are released.
+    ///
+    /// # Errors
+    /// Returns the failure of the call, or of the group before it.
     pub fn wait(&self) -> Result<(), Failure> {
         if let Some((result, _)) = &*lock(&self.0.result) {
             return result.clone();

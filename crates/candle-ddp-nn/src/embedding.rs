@@ -113,6 +113,9 @@ fn adapted(adapter: &Adapter, indices: &Tensor, size: usize) -> Result<Tensor> {
 }
 
 /// An [`Embedding`] of `in_size` vectors of length `out_size`.
+///
+/// # Errors
+/// Returns an error if the variables that `vb` has do not have this size.
 pub fn embedding(in_size: usize, out_size: usize, vb: VarBuilder) -> Result<Embedding> {
     let init = Init::Randn { mean: 0., stdev: 1. };
     Ok(Embedding::new(vb.get_with_hints((in_size, out_size), "weight", init)?, out_size))

@@ -69,7 +69,7 @@ impl LayerNorm {
 
     /// The "Add & Norm" of a Transformer: `x` + `residual`, a tensor of the shape and dtype of `x`, and the norm of this sum.
     ///
-    /// The results and gradients are those of [`add`](crate::add) and `forward`. On CUDA, the sum and its norm take one pass over memory
+    /// The results and gradients are the same as of [`add`](crate::add) and `forward`. On CUDA, the sum and its norm take one pass over memory
     /// instead of two, unless rows do not consist of whole 16 bytes, or do not fit into registers (8192 elements of f16 and bf16,
     /// 4096 of f32, 2048 of f64).
     ///
@@ -87,6 +87,9 @@ impl Module for LayerNorm {
 }
 
 /// A [`LayerNorm`] for inputs whose last dimension is `size`. `config` is candle's, or only its `eps`.
+///
+/// # Errors
+/// Returns an error if the variables that `vb` has do not have this size.
 pub fn layer_norm<C: Into<LayerNormConfig>>(size: usize, config: C, vb: VarBuilder) -> Result<LayerNorm> {
     let LayerNormConfig { eps, remove_mean, affine } = config.into();
     let get = |names: [&'static str; 2], value| {
@@ -99,6 +102,9 @@ pub fn layer_norm<C: Into<LayerNormConfig>>(size: usize, config: C, vb: VarBuild
 }
 
 /// A [`LayerNorm`] without bias.
+///
+/// # Errors
+/// Returns an error if the variables that `vb` has do not have this size.
 pub fn layer_norm_no_bias(size: usize, eps: f64, vb: VarBuilder) -> Result<LayerNorm> {
     layer_norm(size, LayerNormConfig { eps, remove_mean: true, affine: false }, vb)
 }
@@ -151,6 +157,9 @@ impl RmsNorm {
 
     /// The same as `forward`, which is always differentiable here. candle has this name for its differentiable
     /// version.
+    ///
+    /// # Errors
+    /// As `forward`.
     pub fn forward_diff(&self, xs: &Tensor) -> Result<Tensor> {
         self.0.forward(xs)
     }
@@ -163,6 +172,9 @@ impl Module for RmsNorm {
 }
 
 /// An [`RmsNorm`] for inputs whose last dimension is `size`.
+///
+/// # Errors
+/// Returns an error if the variables that `vb` has do not have this size.
 pub fn rms_norm(size: usize, eps: f64, vb: VarBuilder) -> Result<RmsNorm> {
     Ok(RmsNorm(layer_norm(size, LayerNormConfig { eps, remove_mean: false, affine: false }, vb)?))
 }

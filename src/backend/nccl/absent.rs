@@ -21,11 +21,17 @@ fn absent() -> Error {
 }
 
 /// Returns the version of the NCCL library in use.
+///
+/// # Errors
+/// Always returns [`Error::Unavailable`], which names the feature.
 pub fn version() -> Result<i32> {
     Err(absent())
 }
 
 /// Returns the number of GPUs that this process sees.
+///
+/// # Errors
+/// Always returns [`Error::Unavailable`], which names the feature.
 pub fn device_count() -> Result<usize> {
     Err(absent())
 }
@@ -42,6 +48,9 @@ pub struct NcclCommunicator(Infallible);
 
 impl NcclCommunicator {
     /// Always returns an error that names the feature.
+    ///
+    /// # Errors
+    /// Always returns [`Error::Unavailable`].
     #[allow(unused_variables)]
     pub fn new(
         store: Arc<dyn Store>,

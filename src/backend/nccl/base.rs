@@ -75,7 +75,7 @@ fn warn_of_old(version: i32) {
     }
 }
 
-/// Why ranks that have met do not come into NCCL.
+/// The reason why ranks that have met do not come into NCCL.
 fn absence(id: &UniqueId) -> String {
     let address = id.address().map_or(String::new(), |address| {
         format!(" at {address}, the address that NCCL chose on rank 0: if other hosts cannot reach it, set NCCL_SOCKET_IFNAME there")

@@ -65,7 +65,7 @@ pub(super) fn blocking() -> NcclFailure {
     NcclFailure::other("making a communicator", &reason)
 }
 
-/// Why waiting for NCCL ended early.
+/// The reason why waiting for NCCL ended early.
 #[derive(Debug)]
 pub(super) enum WaitError {
     /// NCCL failed.

@@ -5,6 +5,9 @@ use std::ffi::{CStr, c_int};
 use std::fmt;
 
 /// Returns the version of the NCCL library in use in NCCL's numbering: 22809 is 2.28.9.
+///
+/// # Errors
+/// Returns [`Error::Unavailable`] if the library does not report its version, and in a build without the feature `nccl`.
 pub fn version() -> Result<i32> {
     let mut version = 0;
     // SAFETY: there is room for the number.
@@ -65,7 +68,7 @@ impl NcclFailure {
         Self { operation, reason: reason.to_string(), is_remote: false }
     }
 
-    /// An error of which another rank knows the reason.
+    /// An error whose reason another rank knows.
     pub(super) fn of_another_rank(operation: &'static str, reason: &str) -> Self {
         Self { is_remote: true, ..Self::other(operation, reason) }
     }
@@ -81,7 +84,7 @@ impl fmt::Display for NcclFailure {
     }
 }
 
-/// What to try after an error of the system or of CUDA.
+/// Advice after an error of the system or of CUDA.
 fn hint(code: Code, last: &str) -> &'static str {
     if ![Code::SYSTEM_ERROR, Code::UNHANDLED_CUDA_ERROR].contains(&code) {
         return "";

@@ -126,6 +126,9 @@ pub trait CommHook: Sized + Send + 'static {
 
     /// Takes a bucket of this rank's gradients, undivided, and starts the communication. At the end the bucket must
     /// hold what `backward` is to return. To compute a mean, the hook must divide.
+    ///
+    /// # Errors
+    /// An error ends the group on all ranks, and `backward` returns it.
     fn run(&mut self, bucket: &GradBucket, group: &ProcessGroup) -> Result<HookWork<Self>>;
 
     /// Whether this hook sends nothing. Then DDP sends nothing for it either: each rank keeps its own gradients, and a
@@ -142,12 +145,18 @@ pub trait CommHook: Sized + Send + 'static {
 
     /// The hook's state on this rank as named tensors, for
     /// [`comm_hook_state`](crate::DistributedDataParallel::comm_hook_state). Default: empty.
+    ///
+    /// # Errors
+    /// An error if the state cannot be read. A save then fails on all ranks.
     fn state_dict(&self) -> Result<HashMap<String, Tensor>> {
         Ok(HashMap::new())
     }
 
     /// Restores what [`state_dict`](Self::state_dict) returned. A state that does not fit is refused and changes
     /// nothing. Gradients end here: a state is values. The default accepts only an empty state.
+    ///
+    /// # Errors
+    /// [`Error::Parameter`] for a state that does not fit, with the parameter's name.
     fn load_state_dict(&mut self, state: &HashMap<String, Tensor>) -> Result<()> {
         match state.keys().min() {
             Some(key) => Err(Error::parameter(
@@ -250,6 +259,9 @@ impl GradBucket {
 
     /// Copies `values` into the buffer and converts them to its dtype. `values` must have as many elements, a
     /// floating-point dtype, and its own storage. Gradients end here: the buffer takes the values alone.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] for another number of elements; candle's error for a dtype that cannot be converted.
     pub fn set_buffer(&self, values: &Tensor) -> Result<()> {
         let (count, expected) = (values.elem_count(), self.buffer.elem_count());
         if count != expected {

@@ -12,6 +12,32 @@ use std::sync::Arc;
 
 /// Options of DistributedDataParallel. All ranks must give the same.
 ///
+/// ```
+/// use candle_ddp::nn::{Linear, linear};
+/// use candle_ddp::{Buckets, DdpOptions, Role, Unused, prelude::*};
+/// use std::sync::Arc;
+///
+/// fn net(vb: VarBuilder) -> Result<(Linear, Linear)> {
+///     Ok((linear(4, 8, vb.pp("body"))?, linear(8, 2, vb.pp("head"))?))
+/// }
+///
+/// fn main() -> Result<()> {
+///     candle_ddp::spawn(2, |pg| {
+///         let is_frozen = |name: &str| name.starts_with("body.");
+///         let options = DdpOptions {
+///             init_seed: Some(42),
+///             buckets: Buckets { bucket_cap_mb: 50., ..Default::default() },
+///             role: Arc::new(move |name| if is_frozen(name) { Role::Frozen } else { Role::Parameter }),
+///             unused: Unused::AllowNames(Arc::new(|name| name == "head.bias")),
+///             ..Default::default()
+///         };
+///         let ddp = DistributedDataParallel::with_options(&pg, &VarMap::new(), net, options)?;
+///         assert_eq!(ddp.parameters().len(), 2); // the head's weight and bias
+///         Ok(())
+///     })?;
+///     Ok(())
+/// }
+/// ```
 /// Ranks may use different parameters in every step, for which PyTorch needs `find_unused_parameters`; `static_graph` has no counterpart.
 /// [`unused`](Self::unused) is about parameters that no rank uses at all.
 /// Gradients are always views of the buckets (`gradient_as_bucket_view`).
@@ -45,12 +71,11 @@ pub struct DdpOptions {
     /// folder that the environment variable `CANDLE_DDP_TRACE` names, if any. Without a folder, or with an empty path, there is
     /// no tracing and no cost.
     pub trace: Option<PathBuf>,
-    /// What happens to a step whose averaged gradients contain a NaN or an infinity: all ranks leave it out, or all get an error that
+    /// The treatment of a step whose averaged gradients contain a NaN or an infinity: all ranks leave it out, or all get an error that
     /// names the rank and the parameter. Default: [`OnNonFinite::Stop`] if the environment variable `CANDLE_DDP_NAN_CHECK` is on, and
     /// otherwise [`OnNonFinite::Ignore`], which costs nothing.
     pub on_non_finite: Option<OnNonFinite>,
-    /// The state that is spread over the ranks, so that each has a part of it: the optimizer's state with the gradients, or parameters too. Default:
-    /// [`Sharding::Off`].
+    /// The state that is spread over the ranks: the optimizer's with the gradients, or parameters too. Default: [`Sharding::Off`].
     pub sharding: Sharding,
 }
 
@@ -126,7 +151,7 @@ pub struct Buckets {
     /// The dtype in which gradients are summed over the ranks and accumulated under `no_sync`. If it is not the variables' dtype, the
     /// averaged gradients are converted in one pass. Default: None, the dtype in which they arrive.
     pub reduce_dtype: Option<DType>,
-    /// Whether the averaged gradients keep the dtype in which they were summed, instead of that of their variables: the field of FSDP's
+    /// Whether the averaged gradients keep the dtype in which they were summed, instead of their variables' dtype: the field of FSDP's
     /// `MixedPrecision`. The optimizers of [`optim`](crate::optim) take them, with the same results, and on GPUs AdamW and Adam read
     /// them as they are: this saves the memory of a converted copy, and the time to write and read it. Clipping rounds them to this
     /// dtype, and other code must expect it; candle's own optimizers refuse them. Not for f16 with a

@@ -6,6 +6,40 @@ use crate::{Error, Result};
 
 /// How a model and its state are spread over the ranks, so that each has a part: [`DdpOptions::sharding`](crate::DdpOptions::sharding).
 ///
+/// ```
+/// use candle_core::Module;
+/// use candle_ddp::nn::{Linear, linear};
+/// use candle_ddp::{Block, DdpOptions, Sharding, block, prelude::*};
+///
+/// struct Net(Vec<Block<Linear>>);
+///
+/// fn net(vb: VarBuilder) -> candle_core::Result<Net> {
+///     Ok(Net((0..3).map(|index| block(vb.pp(index), |vb| linear(8, 8, vb))).collect::<candle_core::Result<_>>()?))
+/// }
+///
+/// impl Module for Net {
+///     fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
+///         self.0.iter().try_fold(x.clone(), |x, block| block.forward(&x)?.tanh())
+///     }
+/// }
+///
+/// fn main() -> Result<()> {
+///     candle_ddp::spawn(2, |pg| {
+///         // Or `Sharding::Optimizer { ranks: None }`, for which a model needs no blocks.
+///         let sharding = Sharding::Blocks { reshard_after_forward: true, ranks: None };
+///         let options = DdpOptions { sharding, ..Default::default() };
+///         let ddp = DistributedDataParallel::with_options(&pg, &VarMap::new(), net, options)?;
+///         let mut optimizer = AdamW::new(&ddp, ParamsAdamW::default())?; // before the first backward pass
+///         let x = Tensor::randn(0f32, 1., (4, 8), pg.device())?;
+///         let mut grads = ddp.backward(&ddp.forward(&x)?.sqr()?.mean_all()?)?;
+///         optimizer.clip_grad_norm(&mut grads, 1.)?;
+///         optimizer.step(&grads)
+///     })?;
+///     Ok(())
+/// }
+/// ```
+///
+/// `docs/memory.md` compares what each of them saves.
 /// A model that is sharded leaves the gradients of its parameters to its [optimizer](crate::optim::FusedOptimizer#sharded-models), which must
 /// be made before the first backward pass: [`backward`](crate::DistributedDataParallel::backward) returns a store without them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -14,7 +48,7 @@ pub enum Sharding {
     /// Nothing: every rank has all parameters, gradients and states.
     #[default]
     Off,
-    /// Gradients and the optimizer's state, ZeRO's stage 2. Every rank has all parameters, of which it updates a part. The buckets are
+    /// Gradients and the optimizer's state, ZeRO's stage 2. Every rank has all parameters, and updates a part of them. The buckets are
     /// sent in the reverse of the registration order.
     Optimizer {
         /// The number of consecutive ranks that have the gradients and the state together; None: all ranks. It must divide the world

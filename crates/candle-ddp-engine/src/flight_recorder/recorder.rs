@@ -94,6 +94,9 @@ impl FlightRecorder {
     }
 
     /// Writes this rank's file into `folder`, and returns its path.
+    ///
+    /// # Errors
+    /// Returns an error if the file cannot be written.
     pub fn write(&self, folder: &Path, reason: &str) -> Result<PathBuf> {
         let _turn = lock(&self.writing);
         let groups: Vec<_> = {

@@ -7,7 +7,7 @@ use candle_core::{
 };
 use parking_lot::Mutex;
 
-/// Why no loss may depend on a gradient.
+/// The reason why no loss may depend on a gradient.
 #[doc(hidden)]
 pub const NO_SECOND_ORDER: &str = "it depends on a gradient of an earlier backward pass. candle gives gradients no graph, or only \
     the graph of one operation, so this part of the loss would train nothing, or wrongly. For a gradient penalty take a finite \
@@ -60,7 +60,7 @@ impl CustomOp1 for Input {
     }
 }
 
-/// From an input's gradient, and the key, to the same gradient.
+/// Turns an input's gradient, and the key, into the same gradient.
 struct Gradient;
 
 impl CustomOp2 for Gradient {

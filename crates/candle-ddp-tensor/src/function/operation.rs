@@ -6,6 +6,9 @@ use std::sync::{Arc, OnceLock};
 
 /// Creates a tensor of `storage`, which must be contiguous, of shape `shape` and on the device of the arguments; its
 /// gradient flows through `function` to `arguments`.
+///
+/// # Errors
+/// Returns an error if an argument's gradient cannot flow through a function.
 pub fn apply(arguments: &[&Tensor], result: (Storage, Shape), function: impl Function) -> Result<Tensor> {
     apply_in(MemoryFormat::Contiguous, arguments, result, function)
 }
@@ -38,6 +41,9 @@ pub fn op1_in(format: MemoryFormat, x: &Tensor, op: impl CustomOp1 + Send + Sync
 }
 
 /// Like [`Tensor::apply_op1`], without candle's sums of gradients.
+///
+/// # Errors
+/// Returns the error of the operation's forward pass.
 pub fn op1(x: &Tensor, op: impl CustomOp1 + Send + Sync + 'static) -> Result<Tensor> {
     let (result, name, arg) = (op1_result(x, &op)?, op.name(), x.detach());
     operation(name, MemoryFormat::Contiguous, &[x], result, move |result, gradient| {
@@ -55,6 +61,9 @@ fn op1_result(x: &Tensor, op: &impl CustomOp1) -> Result<(Storage, Shape)> {
 }
 
 /// Like [`Tensor::apply_op2`], without candle's sums of gradients.
+///
+/// # Errors
+/// Returns the error of the operation's forward pass.
 pub fn op2(a: &Tensor, b: &Tensor, op: impl CustomOp2 + Send + Sync + 'static) -> Result<Tensor> {
     let result = {
         let ((a, a_layout), (b, b_layout)) = (a.storage_and_layout(), b.storage_and_layout());
@@ -79,6 +88,9 @@ pub fn op2(a: &Tensor, b: &Tensor, op: impl CustomOp2 + Send + Sync + 'static) -
 }
 
 /// Like [`Tensor::apply_op3`], without candle's sums of gradients.
+///
+/// # Errors
+/// Returns the error of the operation's forward pass.
 pub fn op3(a: &Tensor, b: &Tensor, c: &Tensor, op: impl CustomOp3 + Send + Sync + 'static) -> Result<Tensor> {
     let result = {
         let (a, b, c) = (a.storage_and_layout(), b.storage_and_layout(), c.storage_and_layout());

@@ -19,6 +19,9 @@ pub trait Function: Send + Sync + 'static {
 
     /// Returns the gradients of the arguments, in order, from the result's gradient, which is contiguous (or in the memory format
     /// that the result was made in). Those that are not `needed` are ignored. Gradients end here: candle does not differentiate a backward pass.
+    ///
+    /// # Errors
+    /// An error ends the backward pass.
     fn backward(&self, gradient: &Tensor, needed: &[bool]) -> Result<Vec<Option<Tensor>>>;
 
     /// Whether nothing else holds the memory of the gradient that it returns for this argument, so that the next function may change it.
@@ -35,7 +38,7 @@ pub trait Function: Send + Sync + 'static {
     }
 }
 
-/// What other functions have contributed to the gradients of a function's arguments in this backward pass.
+/// The contributions of other functions to the gradients of a function's arguments in this backward pass.
 #[doc(hidden)]
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Earlier<'a>(&'a [Edge]);
@@ -307,7 +310,7 @@ struct Backward<F> {
     format: MemoryFormat,
     /// The result's gradient.
     sum: Arc<GradientSum>,
-    /// To the arguments.
+    /// The edges to the arguments.
     edges: Vec<Edge>,
     needed: Vec<bool>,
 }
