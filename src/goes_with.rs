@@ -25,7 +25,7 @@ pub(crate) enum Feature {
 use Feature::*;
 
 impl fmt::Display for Feature {
-    /// As programs write it.
+    /// The feature as programs write it.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             ShardedOptimizer => "Sharding::Optimizer",

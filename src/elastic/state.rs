@@ -364,7 +364,7 @@ impl<S: Parts> State<S> {
 #[derive(Default)]
 struct Live {
     spreads: BTreeMap<String, Spread>,
-    /// Of the parts that all ranks get from one.
+    /// The entries that all ranks get from one.
     same: BTreeMap<String, Tensor>,
     /// This rank's, also copies that another rank saves: the process that takes this one's place gets nothing else.
     own: BTreeMap<String, Tensor>,

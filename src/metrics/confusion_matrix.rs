@@ -9,7 +9,7 @@ use candle_core::{DType, Tensor};
 /// How a metric of several classes becomes one number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Average {
-    /// Of all samples together.
+    /// The average over all samples together.
     Micro,
     /// The mean over the classes that were targets or predictions.
     Macro,
@@ -29,7 +29,7 @@ pub struct ConfusionMatrix {
 }
 
 impl ConfusionMatrix {
-    /// Of no samples.
+    /// An empty matrix for so many classes.
     pub fn new(classes: usize) -> Self {
         Self { classes, ignore_index: None, counts: vec![0; classes * classes] }
     }
@@ -112,12 +112,12 @@ impl ConfusionMatrix {
         self.recall(average)
     }
 
-    /// Of the samples that were predicted to be of a class, the part that was.
+    /// The share of the predictions of a class that were right.
     pub fn precision(&self, average: Average) -> f64 {
         self.mean(average, |of| (of.hits, of.predictions))
     }
 
-    /// Of the samples of a class, the part that was predicted right.
+    /// The share of the samples of a class that were predicted right.
     pub fn recall(&self, average: Average) -> f64 {
         self.mean(average, |of| (of.hits, of.targets))
     }

@@ -16,7 +16,7 @@ pub struct Perplexity {
 }
 
 impl Perplexity {
-    /// Of no tokens.
+    /// A metric without tokens.
     pub fn new() -> Self {
         Self::default()
     }

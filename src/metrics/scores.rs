@@ -16,7 +16,7 @@ pub struct TopKAccuracy {
 }
 
 impl TopKAccuracy {
-    /// Of no samples.
+    /// A metric without samples.
     pub fn new(k: usize) -> Self {
         Self { k, hits: 0., samples: 0. }
     }
@@ -64,7 +64,7 @@ pub struct BinaryAuroc {
 }
 
 impl BinaryAuroc {
-    /// Of no samples.
+    /// A metric without samples.
     pub fn new() -> Self {
         Self::default()
     }

@@ -21,7 +21,7 @@ pub(crate) struct Job {
     pub(super) has_launcher: bool,
     /// The last errors of calls that name a rank: the program may return one of them in its own words.
     named: Mutex<VecDeque<RankError>>,
-    /// Why the group of all ranks ends: see [`end`](Self::end).
+    /// The reason why the group of all ranks ends: see [`end`](Self::end).
     ended: OnceLock<Failure>,
     /// Whether another rank has made a group fail, or has left it, and a call has said so.
     has_echo: AtomicBool,
@@ -81,7 +81,7 @@ impl Job {
         chosen.filter_map(|group| Some((group.global_ranks.clone(), group.communicator.upgrade()?))).collect()
     }
 
-    /// Why a part of group number `part_of` has failed, if one has, with ranks numbered as in the group of all ranks.
+    /// The reason why a part of group number `part_of` has failed, if one has, with ranks numbered as in the group of all ranks.
     pub(super) fn failure_of_parts(&self, part_of: u64) -> Option<Error> {
         self.listed(Some(part_of)).iter().find_map(|(global_ranks, part)| {
             let error = part.failure()?;

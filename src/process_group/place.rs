@@ -19,7 +19,7 @@ pub(super) struct Place {
     pub(super) global_ranks: Vec<usize>,
     /// Its place for the engine.
     pub(super) membership: Membership,
-    /// Of a part that does not have all ranks of its group.
+    /// The whole group, for a part that does not have all its ranks.
     whole: Option<Whole>,
 }
 
@@ -77,7 +77,7 @@ impl Place {
         self.job.list(self.part_of, &self.global_ranks, communicator);
     }
 
-    /// Why a part of this group has failed, if one has.
+    /// The reason why a part of this group has failed, if one has.
     pub(super) fn failure_of_parts(&self) -> Option<Error> {
         let error = self.job.failure_of_parts(self.number)?;
         let here = error.failure().and_then(|failure| failure.renumbered(|rank| self.number_here(rank)));
@@ -147,7 +147,7 @@ impl Place {
         Work::new(Noting { work, place: Arc::clone(self) })
     }
 
-    /// Why the job has ended, with ranks numbered as in this group, if that ends this group too: it is the group of all
+    /// The reason why the job has ended, with ranks numbered as in this group, if that ends this group too: it is the group of all
     /// ranks, or has the process that has ended.
     pub(super) fn ended(&self) -> Option<Failure> {
         let ended = self.job.ended()?;
@@ -170,7 +170,7 @@ impl Place {
         error.of_rank(self.own_number(), |rank| self.number_of(rank))
     }
 
-    /// Why the job has ended, as it is reported to the launcher.
+    /// The reason why the job has ended, as it is reported to the launcher.
     pub(super) fn told_end(&self) -> Option<RankError> {
         Some(self.told_in_all(&Error::from(self.job.ended()?.clone())))
     }

@@ -318,7 +318,7 @@ fn check_op(op: ReduceOp) -> Result<()> {
     }
 }
 
-/// From the result's gradient to the argument's.
+/// A function from the result's gradient to the argument's.
 trait Backward: Fn(&ProcessGroup, &Tensor) -> Result<Tensor> + Send + Sync + 'static {}
 
 impl<B: Fn(&ProcessGroup, &Tensor) -> Result<Tensor> + Send + Sync + 'static> Backward for B {}

@@ -77,7 +77,7 @@ pub struct DataLoader<D: Dataset, T> {
     collate: MakeBatch<D, T>,
     order: Arc<dyn Order>,
     deal: Deal,
-    /// Of the order and of augmentation.
+    /// The seed of the order and of augmentation.
     seed: u64,
     options: LoaderOptions,
     /// Where batches go; None leaves them where `collate` made them.

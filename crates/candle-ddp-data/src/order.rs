@@ -218,7 +218,7 @@ pub(super) struct Batches {
 }
 
 impl Batches {
-    /// Those after the first `consumed` places, which all ranks have consumed.
+    /// The batches after the first `consumed` places, which all ranks have consumed.
     pub(super) fn new(order: Arc<EpochOrder>, consumed: usize, deal: &Deal, options: LoaderOptions) -> Self {
         let places = deal.places_after(order.places(), consumed);
         Self { order, places, options }

@@ -2,7 +2,7 @@
 use std::cell::{Cell, RefCell};
 use std::collections::HashSet;
 
-/// Where a batch came from.
+/// The origin of a batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Origin {
     /// A number of its loader.

@@ -84,7 +84,7 @@ pub struct Call {
     pub label: Label,
     /// The shape of the tensor whose elements are counted.
     pub shape: ShapeCode,
-    /// Where the program makes the call.
+    /// The place in the program that makes the call.
     pub place: CallSite,
 }
 
@@ -194,11 +194,11 @@ impl fmt::Display for Call {
 /// A queue of calls. Calls are numbered, and matched between ranks, within a channel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Channel {
-    /// Of calls of all ranks.
+    /// Calls of all ranks.
     Collectives,
-    /// Of messages to a rank.
+    /// Messages to a rank.
     SendTo(usize),
-    /// Of messages from a rank.
+    /// Messages from a rank.
     RecvFrom(usize),
 }
 

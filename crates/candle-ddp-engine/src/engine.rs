@@ -244,7 +244,7 @@ impl Engine {
         })
     }
 
-    /// Why the group has failed, or why calls of all its ranks can no longer succeed, as far as this rank knows without
+    /// The reason why the group has failed, or why calls of all its ranks can no longer succeed, as far as this rank knows without
     /// asking the others.
     pub fn failure(&self) -> Option<Failure> {
         self.group.failure()

@@ -262,7 +262,7 @@ impl Group {
         Some(left_since(peer, self.rank, history.begun(), history.call_at(history.begun())?))
     }
 
-    /// Why the group has failed, or why no more calls of all its ranks can succeed.
+    /// The reason why the group has failed, or why no more calls of all its ranks can succeed.
     pub(crate) fn failure(&self) -> Option<Failure> {
         let state = lock(&self.state);
         let gone =

@@ -6,9 +6,9 @@
 pub enum Extent {
     /// There is no such operand.
     None,
-    /// As many as the call counts.
+    /// As many elements as the call counts.
     One,
-    /// That many for each rank.
+    /// As many elements for each rank.
     All,
     /// The same on the root; the other ranks have no such operand.
     AllOnRoot,
@@ -29,11 +29,11 @@ impl Extent {
 /// Between which ranks data moves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Flow {
-    /// From every rank to every other.
+    /// Data moves from every rank to every other.
     Everywhere,
     FromRoot,
     ToRoot,
-    /// To the peer of the call's channel.
+    /// Data moves to the peer of the call's channel.
     ToPeer,
     FromPeer,
 }

@@ -72,7 +72,7 @@ pub(crate) struct Peer {
     pub(crate) acknowledged: bool,
     /// The peer sends nothing more: it has left, or its control connection or its process has ended.
     pub(crate) closed: bool,
-    /// Why there can be no connection to the peer.
+    /// The reason why there can be no connection to the peer.
     pub(crate) unreachable: Option<String>,
     /// Nobody listens at its address any more: its process has ended, or it has left.
     pub(crate) refuses: bool,

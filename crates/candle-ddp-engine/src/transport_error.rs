@@ -1,6 +1,6 @@
 use crate::call::Header;
 
-/// Why data could not be sent to or received from a peer.
+/// The reason why data could not be sent to or received from a peer.
 #[derive(Debug)]
 pub(crate) enum TransportError {
     /// The deadline has passed while waiting for these peers.

@@ -170,7 +170,7 @@ impl Group {
         }
     }
 
-    /// Why the group has failed.
+    /// The reason why the group has failed.
     pub(crate) fn failure(&self) -> Option<Error> {
         let mut state = lock(&self.state);
         if state.failure.is_none() {

@@ -164,7 +164,7 @@ struct CtcLoss {
     /// The argument: the gradient has its shape and device.
     like: Tensor,
     alignments: Vec<Alignments>,
-    /// Of each sample's loss in the result, or in its element.
+    /// The weight of each sample's loss in the result, or in its element.
     weights: Vec<f64>,
     zero_infinity: bool,
 }

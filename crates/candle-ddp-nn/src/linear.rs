@@ -162,7 +162,7 @@ pub(crate) fn check(
 /// The product, with the tensors that its gradients need.
 struct Product {
     x: Tensor,
-    /// Of the dtype of `x`, or f32. Then it is rounded to it in each pass, on the CPU while it is packed.
+    /// The weight in the dtype of `x`, or in f32, which is rounded to that dtype in each pass, on the CPU while it is packed.
     weight: Tensor,
 }
 

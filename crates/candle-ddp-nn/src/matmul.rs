@@ -62,7 +62,7 @@ fn product_of(a: &Tensor, (b, dtype): (&Tensor, DType)) -> Result<Tensor> {
 /// The factors, which are not tracked.
 struct Matmul {
     a: Tensor,
-    /// Of the dtype of `a`, or f32. Then it is rounded to it in each pass.
+    /// The second matrix in the dtype of `a`, or in f32, which is rounded to that dtype in each pass.
     b: Tensor,
 }
 

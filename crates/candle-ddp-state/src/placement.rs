@@ -81,7 +81,7 @@ impl Placement {
 /// them.
 #[derive(Clone, Debug)]
 pub struct Cut {
-    /// Where each tensor begins, and where the last one ends.
+    /// The offset of each tensor, and the end of the last one.
     offsets: Vec<usize>,
     ranks: usize,
     part: usize,
@@ -126,7 +126,7 @@ impl Cut {
         within(rank * self.part())..within((rank + 1) * self.part())
     }
 
-    /// Where these elements begin in that part.
+    /// The offset of these elements in that part.
     pub fn offset(&self, number: usize, rank: usize) -> usize {
         let at = (self.offsets[number] + self.range(number, rank).start).saturating_sub(rank * self.part());
         at.min(self.part() - self.range(number, rank).len())

@@ -84,7 +84,7 @@ impl Save {
         Error::io(format!("saving the checkpoint of step {}", self.step), io::Error::other(reason.to_string()))
     }
 
-    /// Why the save failed, if no call has taken the error yet; `None` while it is running.
+    /// The reason why the save failed, if no call has taken the error yet; `None` while it is running.
     pub(super) fn unreported(&self) -> Option<Error> {
         let is_unreported = matches!(*self.outcome(), Outcome::Failed(_));
         is_unreported.then(|| self.wait().err()).flatten()

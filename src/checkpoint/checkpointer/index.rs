@@ -19,7 +19,7 @@ const FORMAT: u32 = 2;
 /// The number of the format without hashes, which is only read.
 const UNHASHED: u32 = 1;
 
-/// Why a folder has no index that can be used.
+/// The reason why a folder has no index that can be used.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Fault {
     /// It has none: it is a running save, a leftover, or another program's folder.

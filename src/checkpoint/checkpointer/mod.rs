@@ -139,7 +139,7 @@ pub struct Checkpointer {
     has_warned: Arc<AtomicBool>,
 }
 
-/// Why a checkpoint is passed over.
+/// The reason why a checkpoint is passed over.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 enum Skipped {
     /// It is not as it was saved, for this reason.

@@ -11,7 +11,7 @@ use candle_core::Tensor;
 use candle_ddp_nn::Run;
 use std::sync::{Arc, Mutex, Weak};
 
-/// Why a rank does not reach a block in its backward pass.
+/// The reason why a rank does not reach a block in its backward pass.
 const ZERO: &str = "A rank that has no data for a block, such as images, runs it on zeros and multiplies that loss by a tensor of 0, \
                     `loss.mul(&loss.zeros_like()?)?`: candle ends the graph at a product with the number 0";
 
@@ -118,7 +118,7 @@ impl Unit {
         }
     }
 
-    /// As [`hold`](Self::hold), until the end of the backward pass.
+    /// The same as [`hold`](Self::hold), until the end of the backward pass.
     pub(super) fn keep(self: &Arc<Self>) -> Result<()> {
         self.enter(Run::Forward)?;
         lock(&self.units.flow).kept.push(Arc::downgrade(self));

@@ -44,7 +44,7 @@ pub(in crate::ddp) struct Message {
     pub(in crate::ddp) count: Option<f64>,
 }
 
-/// Where a bucket carries a count.
+/// The place for a count in a bucket.
 struct CountRoom {
     /// A view that follows the used flags.
     slots: Tensor,

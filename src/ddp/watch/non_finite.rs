@@ -77,7 +77,7 @@ pub(in crate::ddp) struct Skipped {
     pub(in crate::ddp) ignored: Option<Finding>,
 }
 
-/// As a group keeps them for an elastic run.
+/// The counts as a group keeps them for an elastic run.
 impl From<[u64; 3]> for Skipped {
     fn from([total, in_a_row, is_left_out]: [u64; 3]) -> Self {
         Self { total, in_a_row, is_left_out: is_left_out > 0, ignored: None }

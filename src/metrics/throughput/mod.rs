@@ -77,7 +77,7 @@ pub struct Throughput {
     all: Sum,
 }
 
-/// Of some steps.
+/// A sum over some steps.
 #[derive(Clone, Copy, Debug, Default)]
 struct Sum {
     steps: u64,

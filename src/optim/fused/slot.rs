@@ -29,7 +29,7 @@ pub(super) struct Piece {
     /// The number of its slot.
     pub(super) parameter: usize,
     pub(super) placement: Placement,
-    /// Where the piece starts in this rank's part of the bucket; 0 for a whole parameter.
+    /// The offset of the piece in this rank's part of the bucket; 0 for a whole parameter.
     pub(super) offset: usize,
     /// A view of the variable: what it has of these elements.
     pub(super) values: Tensor,

@@ -72,7 +72,7 @@ where
         Ok(MicroBatches::new(self.iter(), own, self.seed, self.dataset.len()))
     }
 
-    /// Where the next iterator begins.
+    /// The position at which the next iterator begins.
     fn start(&self) -> Position {
         let mut position = self.position();
         if position.ended {

@@ -122,7 +122,7 @@ fn first_difference(expired: &ExpiredCall, ranks: &[RankState]) -> Option<Failur
     Some(desync(sequence, ours, theirs))
 }
 
-/// Why `peer` prevents `expired` from completing, if it does.
+/// The reason why `peer` prevents `expired` from completing, if it does.
 fn reason(expired: &ExpiredCall, peer: usize, state: &RankState) -> Option<String> {
     let report = match state {
         RankState::Silent => {

@@ -31,8 +31,8 @@ use std::time::{SystemTime, UNIX_EPOCH};
 /// Options of the flight recorder: how many calls a rank remembers, and where it writes them.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct FlightRecorderOptions {
-    /// The number of calls to remember for each group; for messages, for each peer and direction. Recording costs about
-    /// 20 ns for each call; 0 turns it off. Default: 2000, as in PyTorch.
+    /// The number of calls to remember for each group; for messages, for each peer and direction. Recording costs
+    /// some tens of nanoseconds for each call; 0 turns it off. Default: 2000, as in PyTorch.
     pub entries: usize,
     /// The folder in which each rank writes its file when a group fails. It is created if it does not exist. Default: the
     /// one that the environment variable `CANDLE_DDP_FLIGHT_RECORDER` names, if any. Without a folder, or with an empty path,

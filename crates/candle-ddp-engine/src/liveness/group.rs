@@ -311,7 +311,7 @@ impl Group {
         self.state().suspected.clone()
     }
 
-    /// Why the group has failed.
+    /// The reason why the group has failed.
     pub fn failure(&self) -> Option<Failure> {
         self.state().failure.clone()
     }

@@ -18,9 +18,9 @@ pub(crate) struct Board {
     places: Vec<usize>,
     memory: Arc<Memory>,
     words: Segment,
-    /// Where the notes on ranks of other hosts begin.
+    /// The offset of the notes on ranks of other hosts.
     fates: usize,
-    /// Where the letters begin in the file.
+    /// The offset of the letters in the file.
     letters: usize,
 }
 
@@ -131,7 +131,7 @@ impl Board {
         self.word(self.rank, word)
     }
 
-    /// Where its letters begin.
+    /// The offset of its letters.
     fn letter(&self, rank: usize) -> usize {
         self.letters + self.places[rank] * LETTERS
     }
@@ -219,7 +219,7 @@ impl Board {
         self.ring_all();
     }
 
-    /// Why the group has failed, in the words of rank `peer`, which has [failed](Life::Failed).
+    /// The reason why the group has failed, in the words of rank `peer`, which has [failed](Life::Failed).
     pub(crate) fn failure(&self, peer: usize) -> Option<Vec<u8>> {
         self.read(self.letter(peer), FAILURE)
     }

@@ -27,7 +27,7 @@ pub(crate) struct Discovered {
     pub(crate) layout: Option<Layout>,
     /// Ranks that run on the same kernel but could not share memory with this one.
     pub(crate) apart: Vec<usize>,
-    /// Why they could not, as far as this rank knows.
+    /// The reason why they could not, as far as this rank knows.
     pub(crate) complaints: Vec<String>,
 }
 

@@ -31,7 +31,7 @@ pub(super) struct Reader {
     pub(super) segment: Arc<Segment>,
     /// The offset in its segment of its count of passed slots.
     pub(super) passed: usize,
-    /// That count, as read when it was last needed.
+    /// The count as it was read when it was last needed.
     pub(super) seen: u32,
 }
 

@@ -48,7 +48,7 @@ pub(crate) struct Standing {
     asking: Mutex<()>,
     /// Whether a call has returned the failure of a group.
     has_told: AtomicBool,
-    /// Why all groups end.
+    /// The reason why all groups end.
     ended: OnceLock<Failure>,
 }
 
@@ -196,7 +196,7 @@ impl Membership {
         self.standing.has_told.load(Ordering::Relaxed)
     }
 
-    /// Why the group ends with all others, if it does: it may be the last one to hear of it.
+    /// The reason why the group ends with all others, if it does: it may be the last one to hear of it.
     pub(crate) fn ended(&self) -> Option<Failure> {
         self.standing.ended.get().filter(|_| !self.outlives).cloned()
     }

@@ -5,7 +5,7 @@ use crate::texts;
 use candle_ddp_base::wire::{Reader, Writer};
 use std::collections::BTreeMap;
 
-/// Where a rank stands.
+/// A rank's place in its program.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Report {
     /// Its number in the group of all ranks.
@@ -36,7 +36,7 @@ pub(crate) struct Making {
     pub(crate) place: CallSite,
 }
 
-/// Where a rank stands in a group.
+/// A rank's place in a group.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct GroupReport {
     /// Identifies the group on all ranks.

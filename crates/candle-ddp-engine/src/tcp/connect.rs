@@ -21,7 +21,7 @@ pub(crate) struct Connections {
     pub(crate) door: Option<Door>,
 }
 
-/// Why lower ranks are missing that this rank has called.
+/// The reason why lower ranks are missing that this rank has called.
 const UNANSWERED: &str = "they do not answer: their processes are stopped, or a firewall blocks the connections";
 
 impl Connector<'_> {

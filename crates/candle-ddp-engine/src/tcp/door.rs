@@ -27,7 +27,7 @@ mod tests;
 /// One rank's door.
 pub(crate) struct Door {
     identity: Identity,
-    /// Where the ranks of other hosts listen, by rank; `None` for those of this host.
+    /// The addresses of the ranks of other hosts, by rank; `None` for ranks of this host.
     addresses: Vec<Option<SocketAddr>>,
     acceptor: Acceptor,
     conversations: Vec<Conversation>,

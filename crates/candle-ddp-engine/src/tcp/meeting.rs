@@ -16,7 +16,7 @@ use std::net::{SocketAddr, TcpListener};
 
 /// The result of a rank's meeting with the others.
 pub(crate) struct Met {
-    /// Where ranks of other hosts connect to this one.
+    /// The listener for ranks of other hosts.
     pub(crate) listener: TcpListener,
     /// The number that identifies the group: rank 0's.
     pub(crate) nonce: u64,
@@ -31,7 +31,7 @@ struct Card {
     info: PeerInfo,
 }
 
-/// Why a meeting fails although all ranks have come to it.
+/// The reason why a meeting fails although all ranks have come to it.
 const ALL_THERE: &str = "all ranks have come, but one of them has not told the others in time how to reach each other: it has \
                          stopped, or lost its connection to the store. Look for the first error in the output of all ranks";
 /// How many ranks have published their cards.

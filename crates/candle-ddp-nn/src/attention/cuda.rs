@@ -40,7 +40,7 @@ impl Function for Backward {
     }
 }
 
-/// Of q, k and v.
+/// The gradients of q, k and v.
 pub(super) fn gradients(
     problem: &Problem,
     qkv: &[Tensor; 3],
@@ -74,7 +74,7 @@ impl Function for Packed {
     }
 }
 
-/// Of heads side by side.
+/// The gradients of heads side by side.
 pub(super) fn packed_gradients(
     problem: &Problem,
     qkv: &[Tensor; 3],

@@ -22,7 +22,7 @@ pub struct AttentionOptions {
 #[derive(Debug)]
 pub(super) struct Problem {
     pub(super) batch: usize,
-    /// Of queries.
+    /// The number of heads of queries.
     pub(super) heads: usize,
     /// The number of heads of queries that share keys and values.
     pub(super) group: usize,

@@ -191,7 +191,7 @@ struct Convolution {
     format: MemoryFormat,
     transposed: bool,
     x: Tensor,
-    /// Of the dtype of `x`, or f32. Then it is rounded to it in each pass.
+    /// The weight in the dtype of `x`, or in f32, which is rounded to that dtype in each pass.
     weight: Tensor,
 }
 

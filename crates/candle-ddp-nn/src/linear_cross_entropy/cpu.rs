@@ -87,7 +87,7 @@ struct Gradients<T: Element, W> {
     sums: [Option<Vec<T::Real>>; 3],
     shapes: Vec<Shape>,
     factor: f64,
-    /// Of the arguments, and of the weight.
+    /// The types of the arguments and of the weight.
     types: PhantomData<(T, W)>,
 }
 

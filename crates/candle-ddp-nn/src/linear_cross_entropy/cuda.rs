@@ -40,9 +40,9 @@ pub(super) fn linear_cross_entropy(head: &Head, targets: &Tensor, options: &Cros
 
 /// The backward pass scales or multiplies these gradients, which belong to a sum of losses with the gradient 1.
 enum Kept {
-    /// Of the logits of all rows, and the layer that has made these.
+    /// The gradients of the logits of all rows, and the layer that made the logits.
     Logits(Layer, Tensor),
-    /// Of the arguments, and their dtype.
+    /// The gradients of the arguments, and their dtype.
     Sums(DType, Sums),
 }
 

@@ -11,7 +11,7 @@ pub(super) struct Steps {
 }
 
 impl Steps {
-    /// Of `batch` sequences, all of length `length`.
+    /// The steps of `batch` sequences, all of length `length`.
     pub(super) fn even(length: usize, batch: usize) -> Self {
         Self { sizes: vec![batch; length], batch, is_reverse: false }
     }
@@ -50,7 +50,7 @@ pub(super) struct Packing {
     /// Turns rows of padded sequences into rows of steps, and back with zeros.
     pub(super) pack: Rows,
     pub(super) pad: Rows,
-    /// From the batch's order to the sorted one, and back.
+    /// The rows from the batch's order to the sorted one, and back.
     pub(super) sort: Rows,
     pub(super) restore: Rows,
 }

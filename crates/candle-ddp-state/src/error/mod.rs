@@ -60,7 +60,7 @@ pub enum Error {
     InvalidArgument {
         /// The argument's or option's name.
         argument: &'static str,
-        /// Why it is invalid, and what would be valid.
+        /// The reason why it is invalid, and what would be valid.
         reason: String,
     },
 
@@ -96,7 +96,7 @@ pub enum Error {
         peers: Vec<usize>,
         /// The time-out of the group's construction.
         timeout: Duration,
-        /// Why.
+        /// The reason.
         reason: String,
     },
 
@@ -107,7 +107,7 @@ pub enum Error {
         rank: usize,
         /// The collective.
         operation: String,
-        /// Why, and what to do.
+        /// The reason, and the remedy.
         reason: String,
     },
 
@@ -402,7 +402,7 @@ pub enum Error {
         folder: PathBuf,
         /// The name of the part.
         part: String,
-        /// Why it cannot be loaded.
+        /// The reason why it cannot be loaded.
         error: Box<Error>,
     },
 

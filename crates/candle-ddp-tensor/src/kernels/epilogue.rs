@@ -95,7 +95,7 @@ struct Key {
     dtype: DType,
     is_tf32: bool,
     epilogue: cublasLtEpilogue_t,
-    /// Of a, b, c and the epilogue's numbers, in bytes.
+    /// The alignments of a, b, c and the epilogue's numbers, in bytes.
     alignments: [u32; 4],
 }
 
@@ -124,7 +124,7 @@ fn failure(operation: impl Into<String>, error: &dyn std::fmt::Display) -> Error
 /// An algorithm, and the descriptors of its product.
 struct Plan {
     product: cublasLtMatmulDesc_t,
-    /// Of b, a and c, in the order of cuBLAS, which computes cᵀ = bᵀ · aᵀ.
+    /// The layouts of b, a and c, in the order of cuBLAS, which computes cᵀ = bᵀ · aᵀ.
     matrices: [cublasLtMatrixLayout_t; 3],
     algorithm: cublasLtMatmulAlgo_t,
     /// In bytes.

@@ -176,9 +176,9 @@ pub enum Convolve {
 #[cfg_attr(not(feature = "cudnn"), allow(dead_code))]
 pub struct AttendShape {
     pub batch: usize,
-    /// Of queries.
+    /// The number of heads of queries.
     pub heads: usize,
-    /// Of keys and values: `heads` is a multiple of it.
+    /// The number of heads of keys and values: `heads` is a multiple of it.
     pub key_heads: usize,
     pub queries: usize,
     pub keys: usize,

@@ -20,7 +20,7 @@ struct State {
 /// From which generators layers have drawn.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Drawn {
-    /// From none.
+    /// From no generator.
     #[default]
     Nothing,
     /// From the generator of the micro-batch of this number.

@@ -79,7 +79,7 @@ impl Block {
 /// A block whose hashes have been read.
 pub(super) struct KeptBlock {
     path: PathBuf,
-    /// Where its bytes begin in its file.
+    /// The offset of its bytes in its file.
     begin: u64,
     len: usize,
     hashes: Vec<u64>,
@@ -102,7 +102,7 @@ impl KeptBlock {
     }
 }
 
-/// Why a block cannot be read.
+/// The reason why a block cannot be read.
 #[derive(Debug)]
 pub(super) enum Miss {
     /// It is not kept.

@@ -30,11 +30,11 @@ impl<R: ReadAt + ?Sized> ReadAt for &mut R {
 
 /// A member with its extended headers.
 pub(super) struct Entry {
-    /// Where the first of its headers begins.
+    /// The offset of the first of its headers.
     pub(super) begin: u64,
     /// Its content.
     pub(super) data: Range<u64>,
-    /// Where the next member begins.
+    /// The offset of the next member.
     pub(super) end: u64,
     pub(super) path: Vec<u8>,
     /// Otherwise it is a folder, a link or the like.
@@ -77,7 +77,7 @@ impl Fault {
 pub(super) struct Entries<R> {
     reader: R,
     len: u64,
-    /// Where the next header is.
+    /// The offset of the next header.
     at: u64,
 }
 
@@ -86,7 +86,7 @@ impl<R: ReadAt> Entries<R> {
         Self { reader, len, at: 0 }
     }
 
-    /// Where the next header should be.
+    /// The offset at which the next header should be.
     pub(super) fn at(&self) -> u64 {
         self.at
     }

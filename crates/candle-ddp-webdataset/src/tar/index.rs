@@ -18,7 +18,7 @@ const MARK: &[u8] = b"ddp-tar";
 /// The words before the samples: the magic, a hash that identifies the shard, the shard's stamp, and the number of samples.
 const HEADER: usize = 5;
 
-/// Where each sample of a shard begins, and how long it is, in bytes.
+/// The offset and the length of each sample of a shard, in bytes.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Index {
     pub(super) indexed: Indexed,
@@ -134,7 +134,7 @@ fn load(shard: &Shard, owner: u64, file: &Path) -> Result<Option<Index>> {
     Ok(Some(Index { indexed, places }))
 }
 
-/// Why there are no words of an index.
+/// The reason why there are no words of an index.
 enum Unread {
     Absent,
     Damaged,

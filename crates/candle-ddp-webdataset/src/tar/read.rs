@@ -25,7 +25,7 @@ impl Stamp {
         Ok(Self { size: metadata.len(), version: modified.cast_unsigned() })
     }
 
-    /// Why a shard with the stamp `now` is not the shard with this stamp.
+    /// The reason why a shard with the stamp `now` is not the shard with this stamp.
     fn changed(self, now: Self) -> Option<String> {
         let reason = if self.size != now.size {
             format!("it had {} bytes and has {} now", self.size, now.size)
@@ -43,7 +43,7 @@ impl Stamp {
 pub(super) struct Indexed {
     /// When the index was made.
     pub(super) stamp: Stamp,
-    /// Where the index is.
+    /// The path of the index.
     pub(super) file: PathBuf,
 }
 

@@ -79,7 +79,7 @@ pub struct SafetensorsFile {
     path: PathBuf,
     file: File,
     metadata: Metadata,
-    /// Where the tensors' bytes begin.
+    /// The offset of the tensors' bytes.
     data: u64,
 }
 

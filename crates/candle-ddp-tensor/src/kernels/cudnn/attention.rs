@@ -94,7 +94,7 @@ pub(super) fn is_served(version: usize, capability: i32, is_backward: bool, shap
 /// The tensors that both passes have.
 struct Common {
     dtype: Type,
-    /// Of one head and one query or key; keys and values have rows and columns swapped where that is asked for.
+    /// The tensors of queries, keys and values. Keys and values have rows and columns swapped where that is asked for.
     q: Tensor,
     k: Tensor,
     v: Tensor,

@@ -26,7 +26,7 @@ use std::sync::Arc;
 
 /// The number of shapes for which a thread keeps algorithms, and the number for which it keeps plans.
 const PLANS: usize = 4096;
-/// Of memory that is allocated by itself, in bytes.
+/// The alignment of memory that is allocated by itself, in bytes.
 const ALIGNMENT: usize = 256;
 /// The oldest version whose status codes and functions are the ones expected here: 9.0.
 const OLDEST: usize = 90_000;
@@ -54,7 +54,7 @@ struct Handle {
     limit: usize,
     /// None where cuDNN has no algorithm.
     plans: HashMap<Key, Option<Rc<Plan>>>,
-    /// Of attention: a plan for equal parts of it; none where cuDNN has no plan.
+    /// The plans of attention, each for equal parts of it; none where cuDNN has no plan.
     attention: HashMap<(Pass, DType, AttendShape), Option<InParts>>,
 }
 
