@@ -1,7 +1,7 @@
 //! Very many ranks on one host: how long they take to meet, what a rank's memory is, and how long a small all-reduce takes.
 //!
 //! ```text
-//! time cargo run -p ddprun --release -- --standalone --nproc-per-node 256 --bench many_ranks
+//! time cargo run --release --bin ddprun -- --standalone --nproc-per-node 256 --bench many_ranks
 //! ```
 //!
 //! Rank 0 prints one JSON object: times in milliseconds, and the most memory of a rank in MB, 0 where the system does not say.

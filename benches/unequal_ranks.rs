@@ -2,7 +2,7 @@
 //! shares by the measured speeds:
 //!
 //! ```text
-//! RAYON_NUM_THREADS=1 cargo run -p ddprun --release -- --nproc-per-node 2 --bench unequal_ranks
+//! RAYON_NUM_THREADS=1 cargo run --release --bin ddprun -- --nproc-per-node 2 --bench unequal_ranks
 //! ```
 //!
 //! A shell stops the last rank for 10 ms and lets it go on for 10 ms, in turns, as a quota of a cgroup does. Prints a JSON object:

@@ -1,7 +1,7 @@
 //! A whole training in one file, to be copied: data, validation, the best weights, and a run that continues where it was killed.
 //!
 //! ```text
-//! cargo run -p ddprun --release -- --nproc-per-node 2 --example train -- checkpoints
+//! cargo run --release --bin ddprun -- --nproc-per-node 2 --example train -- checkpoints
 //! ```
 //!
 //! Kill it, then start it again with the same folder, on as many ranks as you like: it continues after the last checkpoint. SIGTERM has

@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Checks that docs/architecture.md gives the purpose of each dependency of the workspace's crates. cargo-deny checks everything else.
+"""Checks that docs/architecture.md gives the purpose of each dependency of the workspace's crates, and that the launcher's dependencies have
+the same features as those of examples and tests, so that cargo compiles them once. cargo-deny checks everything else.
 
     scripts/check_dependencies.py
 """
@@ -11,6 +12,12 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+
+
+def tree(*arguments):
+    """Returns each dependency with its features, as `NAME vVERSION … with FEATURES`."""
+    command = ["cargo", "tree", "--locked", "--prefix", "none", "--no-dedupe", "--format", "{p} with {f}", *arguments]
+    return set(subprocess.run(command, check=True, stdout=subprocess.PIPE, cwd=ROOT, text=True).stdout.splitlines()) - {""}
 
 
 def main():
@@ -26,7 +33,12 @@ def main():
     explained = {name for cell in cells for name in re.findall(r"`([\w-]+)`", cell)}
     problems = [f"docs/architecture.md must give the purpose of {name}" for name in sorted(direct - explained)]
     problems += [f"docs/architecture.md explains {name}, which is not a dependency: remove the row" for name in sorted(explained - direct)]
-    print("\n".join(problems) or f"all {len(direct)} dependencies have a purpose")
+    launcher = {line.split()[0] for line in tree("--package", "ddprun", "--edges", "normal,build")}
+    # `cargo build --bin ddprun` gives the launcher's dependencies the first features, a command that builds an example or a test the second.
+    alone, beside_tests = tree("--edges", "normal,build"), tree("--edges", "normal,build,dev")
+    problems += [f"{line} without dev-dependencies, but not with them: what depends on it is compiled twice"
+                 for line in sorted(alone - beside_tests) if line.split()[0] in launcher]
+    print("\n".join(problems) or f"all {len(direct)} dependencies have a purpose, and the launcher's {len(launcher)} the same features in tests")
     sys.exit(bool(problems))
 
 

@@ -2,7 +2,7 @@
 //! `scripts/many_hosts.py`.
 //!
 //! ```text
-//! cargo run -p ddprun --release -- --nproc-per-node 4 --bench meet -- --rank 2 --fault model
+//! cargo run --release --bin ddprun -- --nproc-per-node 4 --bench meet -- --rank 2 --fault model
 //! ```
 use candle_ddp::nn::linear;
 use candle_ddp::{Backend, Context, DistributedDataParallel, InitOptions, Result, init_process_group};

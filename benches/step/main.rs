@@ -1,7 +1,7 @@
 //! Measures a training step with and without DistributedDataParallel, on several ranks:
 //!
 //! ```text
-//! cargo run -p ddprun --release -- --nproc-per-node 2 --bench step -- --model mlp
+//! cargo run --release --bin ddprun -- --nproc-per-node 2 --bench step -- --model mlp
 //! ```
 #[path = "../../examples/common/mod.rs"]
 mod common;

@@ -2,9 +2,9 @@
 //! files laid out as ADE20K's:
 //!
 //! ```text
-//! cargo run -p ddprun --release -- --nproc-per-node 2 --example ade20k_deeplab
-//! cargo run -p ddprun --release -- --nproc-per-node 4 --example ade20k_deeplab -- --data ADEChallengeData2016 --weights resnet50.pth --sync-bn --opt-level O1
-//! cargo run -p ddprun --release -- --nproc-per-node 4 --example ade20k_deeplab -- --data ADEChallengeData2016 --backbone xception65 --sync-bn --opt-level O1
+//! cargo run --release --bin ddprun -- --nproc-per-node 2 --example ade20k_deeplab
+//! cargo run --release --bin ddprun -- --nproc-per-node 4 --example ade20k_deeplab -- --data ADEChallengeData2016 --weights resnet50.pth --sync-bn --opt-level O1
+//! cargo run --release --bin ddprun -- --nproc-per-node 4 --example ade20k_deeplab -- --data ADEChallengeData2016 --backbone xception65 --sync-bn --opt-level O1
 //! ```
 //!
 //! ci: --backbone xception41 --epochs 1 --width 8 --batch-size 2 --sync-bn

@@ -1,7 +1,7 @@
 //! Measures the speed of collectives for a range of sizes and checks every result, as nccl-tests does for NCCL.
 //!
 //! ```text
-//! cargo run -p ddprun --release -- --nproc-per-node 2 --example allreduce -- --min-bytes 8 --max-bytes 64M
+//! cargo run --release --bin ddprun -- --nproc-per-node 2 --example allreduce -- --min-bytes 8 --max-bytes 64M
 //! ```
 //!
 //! ci: --max-bytes 128K --step-factor 4 --seconds 0.005

@@ -2,8 +2,8 @@
 //! from random weights, and without `--data` on sentences that it makes itself:
 //!
 //! ```text
-//! cargo run -p ddprun --release -- --nproc-per-node 2 --example bert_classifier
-//! cargo run -p ddprun --release -- --nproc-per-node 4 --example bert_classifier -- --checkpoint bert-base-uncased --freeze embeddings
+//! cargo run --release --bin ddprun -- --nproc-per-node 2 --example bert_classifier
+//! cargo run --release --bin ddprun -- --nproc-per-node 4 --example bert_classifier -- --checkpoint bert-base-uncased --freeze embeddings
 //! ```
 //!
 //! ci: --freeze embeddings.position_embeddings --require-accuracy 0.9

@@ -1,9 +1,9 @@
 //! Trains a small GPT on a text, character by character, on all ranks that the launcher starts; then it writes some text:
 //!
 //! ```text
-//! cargo run -p ddprun --release -- --nproc-per-node 2 --example char_gpt
-//! cargo run -p ddprun --release -- --nproc-per-node 2 --example char_gpt -- --data shakespeare.txt --steps 5000
-//! cargo run -p ddprun --release --features nccl -- --nproc-per-node 1 --example char_gpt -- --amp bf16 --peak-flops 989.4e12
+//! cargo run --release --bin ddprun -- --nproc-per-node 2 --example char_gpt
+//! cargo run --release --bin ddprun -- --nproc-per-node 2 --example char_gpt -- --data shakespeare.txt --steps 5000
+//! cargo run --release --bin ddprun -- --features nccl --nproc-per-node 1 --example char_gpt -- --amp bf16 --peak-flops 989.4e12
 //! ```
 //!
 //! ci: --steps 3 --layers 1 --width 32 --context 32 --batch-size 4 --accumulate 2 --amp bf16 --export target/char_gpt

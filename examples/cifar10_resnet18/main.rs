@@ -2,8 +2,8 @@
 //! handwritten digits, in files of CIFAR-10's format:
 //!
 //! ```text
-//! cargo run -p ddprun --release -- --nproc-per-node 2 --example cifar10_resnet18
-//! cargo run -p ddprun --release -- --nproc-per-node 4 --example cifar10_resnet18 -- --data cifar-10-batches-bin
+//! cargo run --release --bin ddprun -- --nproc-per-node 2 --example cifar10_resnet18
+//! cargo run --release --bin ddprun -- --nproc-per-node 4 --example cifar10_resnet18 -- --data cifar-10-batches-bin
 //! ```
 //!
 //! ci: --epochs 3 --width 8 --batch-size 16 --sync-bn --require-accuracy 0.5

@@ -2,8 +2,8 @@
 //! a picture with its caption. The program makes both.
 //!
 //! ```text
-//! cargo run -p ddprun --release -- --nproc-per-node 2 --example contrastive
-//! cargo run -p ddprun --release -- --nproc-per-node 2 --example contrastive -- --objective clip
+//! cargo run --release --bin ddprun -- --nproc-per-node 2 --example contrastive
+//! cargo run --release --bin ddprun -- --nproc-per-node 2 --example contrastive -- --objective clip
 //! ```
 //!
 //! Each rank calculates the mean loss of its own samples against the features of all ranks. `with_grad().all_gather` gathers these, and

@@ -3,7 +3,7 @@
 //! with `DistributedDataParallel`, on all ranks:
 //!
 //! ```text
-//! cargo run -p ddprun --release -- --nproc-per-node 2 --example data_parallel
+//! cargo run --release --bin ddprun -- --nproc-per-node 2 --example data_parallel
 //! ```
 //!
 //! There are as many devices as ranks: GPUs, or else the CPU, where the launcher gives every rank its share of the cores.

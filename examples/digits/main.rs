@@ -1,7 +1,7 @@
 //! Trains a small convolutional network on handwritten digits, on all ranks that the launcher starts:
 //!
 //! ```text
-//! cargo run -p ddprun --release -- --nproc-per-node 2 --example digits
+//! cargo run --release --bin ddprun -- --nproc-per-node 2 --example digits
 //! ```
 //!
 //! ci: --require-accuracy 0.97

@@ -1,7 +1,7 @@
 //! The training of `digits`, which continues when a rank is killed:
 //!
 //! ```text
-//! cargo run -p ddprun --release -- --nproc-per-node 4 --max-restarts 5 --example elastic
+//! cargo run --release --bin ddprun -- --nproc-per-node 4 --max-restarts 5 --example elastic
 //! ```
 //!
 //! ci: --require-accuracy 0.97

@@ -2,7 +2,7 @@
 //! crates, this program uses candle alone.
 //!
 //! ```text
-//! cargo run -p ddprun --release -- --nproc-per-node 4 --example char_gpt -- --export target/char_gpt
+//! cargo run --release --bin ddprun -- --nproc-per-node 4 --example char_gpt -- --export target/char_gpt
 //! cargo run --release --example generate -- target/char_gpt
 //! ```
 //!

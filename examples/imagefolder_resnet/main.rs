@@ -2,9 +2,9 @@
 //! narrow one on the handwritten digits, as JPEG and PNG files:
 //!
 //! ```text
-//! cargo run -p ddprun --release -- --nproc-per-node 2 --example imagefolder_resnet
-//! cargo run -p ddprun --release -- --nproc-per-node 4 --example imagefolder_resnet -- --data imagenet --arch resnet50
-//! cargo run -p ddprun --release -- --nproc-per-node 4 --example imagefolder_resnet -- --data flowers --weights resnet18.pth --lr 0.01
+//! cargo run --release --bin ddprun -- --nproc-per-node 2 --example imagefolder_resnet
+//! cargo run --release --bin ddprun -- --nproc-per-node 4 --example imagefolder_resnet -- --data imagenet --arch resnet50
+//! cargo run --release --bin ddprun -- --nproc-per-node 4 --example imagefolder_resnet -- --data flowers --weights resnet18.pth --lr 0.01
 //! ```
 //!
 //! ci: --epochs 2 --width 8 --batch-size 16 --lr 0.2 --require-accuracy 0.6

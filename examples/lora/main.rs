@@ -3,8 +3,8 @@
 //! `config.json`, and the tokens are the bytes of the text: a real fine-tuning needs the model's tokenizer.
 //!
 //! ```text
-//! cargo run -p ddprun --release -- --nproc-per-node 2 --example lora
-//! cargo run -p ddprun --release -- --nproc-per-node 2 --example lora -- --size 0.5b --folder qwen2 --steps 5
+//! cargo run --release --bin ddprun -- --nproc-per-node 2 --example lora
+//! cargo run --release --bin ddprun -- --nproc-per-node 2 --example lora -- --size 0.5b --folder qwen2 --steps 5
 //! ```
 //!
 //! Each rank has the frozen weights once, without gradients, or with `--shard` its part of those of the layers. What is trained, sent and

@@ -2,7 +2,7 @@
 //! The layers that all ranks have are DistributedDataParallel's; the experts are each in one place.
 //!
 //! ```text
-//! cargo run -p ddprun --release -- --nproc-per-node 2 --example mixture_of_experts
+//! cargo run --release --bin ddprun -- --nproc-per-node 2 --example mixture_of_experts
 //! ```
 //!
 //! `with_grad().all_to_all_varied` takes the tokens to the experts, and their results back. Backward, gradients go the same ways.

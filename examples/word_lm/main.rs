@@ -1,8 +1,8 @@
 //! Trains an LSTM or a GRU to predict the next word of a text, as PyTorch's example `word_language_model` does:
 //!
 //! ```text
-//! cargo run -p ddprun --release -- --nproc-per-node 2 --example word_lm
-//! cargo run -p ddprun --release -- --nproc-per-node 2 --example word_lm -- --data wiki.train.tokens --emsize 650 --nhid 650 --tied
+//! cargo run --release --bin ddprun -- --nproc-per-node 2 --example word_lm
+//! cargo run --release --bin ddprun -- --nproc-per-node 2 --example word_lm -- --data wiki.train.tokens --emsize 650 --nhid 650 --tied
 //! ```
 //!
 //! The text is cut into columns, of which each rank reads its own from the start to the end. The state after some words, without its

@@ -38,7 +38,7 @@ def build(nccl=False, built=None, release=False):
     profile = ["--release"] if nccl or release else []
     features = ["--features", "nccl,cudnn"] if nccl else []
     built = {}
-    for command in (["test", "--no-run", "--test", "processes", *features], ["build", "--package", "ddprun"]):
+    for command in (["test", "--no-run", "--test", "processes", *features], ["build", "--bin", "ddprun"]):
         command = ["cargo", *command, *profile, "--locked", "--message-format=json"]
         output = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout
         for message in map(json.loads, output.splitlines()):

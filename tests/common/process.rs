@@ -12,7 +12,7 @@ pub(crate) fn ddprun() -> &'static Path {
     static DDPRUN: OnceLock<PathBuf> = OnceLock::new();
     DDPRUN.get_or_init(|| {
         let packed = std::env::current_exe().unwrap().with_file_name("ddprun");
-        if packed.exists() { packed } else { built(&["--package", "ddprun"], "ddprun") }
+        if packed.exists() { packed } else { built(&["--bin", "ddprun"], "ddprun") }
     })
 }
 
