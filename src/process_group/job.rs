@@ -19,8 +19,9 @@ pub(crate) struct Job {
     pub(super) ranks: Vec<usize>,
     /// Whether a launcher has started the ranks as its processes.
     pub(super) has_launcher: bool,
-    /// The last errors of calls that name a rank: the program may return one of them in its own words.
-    named: Mutex<VecDeque<RankError>>,
+    /// The last errors of calls that the program has not got over, which it may return in its own words.
+    noted: Mutex<VecDeque<Noted>>,
+    has_noted: AtomicBool,
     /// The reason why the group of all ranks ends: see [`end`](Self::end).
     ended: OnceLock<Failure>,
     /// Whether another rank has made a group fail, or has left it, and a call has said so.
@@ -31,6 +32,15 @@ pub(crate) struct Job {
     count: AtomicU64,
     /// Whether the launcher has been told how this rank fails, or need not be.
     is_told: AtomicBool,
+}
+
+/// The error of a call.
+struct Noted {
+    /// The number of the group that made the call.
+    group: u64,
+    /// It ends its group.
+    is_last: bool,
+    error: RankError,
 }
 
 /// A group that was split off.
@@ -47,7 +57,8 @@ impl Job {
         Self {
             ranks,
             has_launcher: true,
-            named: Mutex::default(),
+            noted: Mutex::default(),
+            has_noted: AtomicBool::new(false),
             ended: OnceLock::new(),
             has_echo: AtomicBool::new(false),
             groups: Mutex::default(),
@@ -103,19 +114,29 @@ impl Job {
         }
     }
 
-    /// Records an error that names a rank.
-    pub(super) fn note(&self, error: RankError) {
+    /// Records the error of a call in group number `group`, which has ended with it if `is_last`.
+    pub(super) fn note(&self, group: u64, is_last: bool, error: RankError) {
         const MOST: usize = 16;
-        let mut named = lock(&self.named);
-        if named.len() == MOST {
-            named.pop_front();
+        let mut noted = lock(&self.noted);
+        if noted.len() == MOST {
+            noted.pop_front();
         }
-        named.push_back(error);
+        noted.push_back(Noted { group, is_last, error });
+        self.has_noted.store(true, Ordering::Relaxed);
     }
 
-    /// The last recorded error for which `is` returns true.
-    pub(super) fn noted(&self, is: impl Fn(&RankError) -> bool) -> Option<RankError> {
-        lock(&self.named).iter().rev().find(|error| is(error)).cloned()
+    /// Records that a call in group number `group` is complete: the program has got over errors of earlier ones.
+    pub(super) fn note_success(&self, group: u64) {
+        if self.has_noted.load(Ordering::Relaxed) {
+            let mut noted = lock(&self.noted);
+            noted.retain(|noted| noted.group != group || noted.is_last);
+            self.has_noted.store(!noted.is_empty(), Ordering::Relaxed);
+        }
+    }
+
+    /// The last recorded error that the program has not got over.
+    pub(super) fn noted(&self) -> Option<RankError> {
+        lock(&self.noted).back().map(|noted| noted.error.clone())
     }
 
     /// Records that a call has returned a failure of some group that another rank has caused.

@@ -311,7 +311,7 @@ impl ProcessGroup {
     pub(crate) fn run(&self, collective: Collective) -> Result<()> {
         graph::check(self.rank(), &collective)?;
         let ran = CallSite::during(Location::caller(), || self.0.communicator.run(collective));
-        ran.map_err(|error| self.0.place.note(error))
+        self.0.place.noted(ran)
     }
 
     /// Makes [`Work::span`] available for collectives started from now on. On GPUs this costs two events for each.

@@ -38,7 +38,8 @@ impl ProcessGroup {
     /// Under `ddprun` or torchrun, the launcher gets the error as well, with the rank that caused it
     /// (`TORCHELASTIC_ERROR_FILE`).
     ///
-    /// An error that comes from the group itself, such as another rank's failure, is not changed on any rank.
+    /// An error that comes from the group itself, such as another rank's failure, is not changed on any rank. If a call of the group
+    /// has returned one, and none has succeeded since, the launcher takes that for the cause, in whatever words `body` returns it.
     ///
     /// ```no_run
     /// # use candle_ddp::{InitOptions, ProcessGroup, Result, init_process_group};
@@ -88,9 +89,9 @@ impl ProcessGroup {
         if !job.has_launcher {
             return None;
         }
-        // The group may also have failed because other ranks ended earlier, for the same reason.
-        let is_returned = |error: &RankError| message.contains(&error.message);
-        let cause = job.noted(is_returned).or_else(|| self.0.group_error().filter(is_returned));
+        // The group may also have failed because other ranks ended earlier, for the same reason: that counts only if a call
+        // has returned it. In which words the program tells it does not.
+        let cause = job.noted();
         let (culprit, variant) = cause.map_or((None, OF_PROGRAM.to_string()), |cause| (cause.culprit, cause.variant));
         job.conclude();
         Some(RankError { rank, culprit, variant, message: message.to_string() })

@@ -104,7 +104,7 @@ impl Place {
     /// Records the error of a call, and of the construction, of the group. Returns how the program is told.
     pub(super) fn note(&self, error: Error) -> Error {
         let Some(failure) = error.failure() else {
-            self.job.note(self.told(&error));
+            self.job.note(self.number, false, self.told(&error));
             return error;
         };
         if error.is_echo(self.rank) {
@@ -123,15 +123,20 @@ impl Place {
         match (told, &self.whole) {
             (Some(told), Some(_)) => {
                 let error = Error::from(told);
-                self.job.note(self.told_in_all(&error));
+                self.job.note(self.number, true, self.told_in_all(&error));
                 error
             }
             _ => {
                 let error = Error::from(self.named(failure.clone()));
-                self.job.note(self.told(&error));
+                self.job.note(self.number, true, self.told(&error));
                 error
             }
         }
+    }
+
+    /// Records the error of a call, or its success, and returns how the program is told.
+    pub(super) fn noted(&self, result: Result<()>) -> Result<()> {
+        result.map_err(|error| self.note(error)).inspect(|()| self.job.note_success(self.number))
     }
 
     /// `failure`, which names its group if its ranks have other numbers in the group of all ranks.
@@ -189,11 +194,11 @@ struct Noting {
 
 impl Completion for Noting {
     fn wait(&self) -> Result<()> {
-        self.work.wait().map_err(|error| self.place.note(error))
+        self.place.noted(self.work.wait())
     }
 
     fn synchronize(&self) -> Result<()> {
-        self.work.synchronize().map_err(|error| self.place.note(error))
+        self.place.noted(self.work.synchronize())
     }
 
     fn is_completed(&self) -> bool {

@@ -32,6 +32,8 @@ fn rank_of_another_test() -> Result<(), String> {
         // The program returns the errors of ranks in its own words.
         "save" => pg.abort_on_error(|| save(&pg, &folder).map_err(|error| format!("training broke off: {error}"))),
         "leaves-before-save" => pg.abort_on_error(|| save_late(&pg, &folder)).map_err(|error| error.to_string()),
+        "own-words" => pg.abort_on_error(|| own_words(&pg)),
+        "got-over" => pg.abort_on_error(|| got_over(&pg)),
         "surplus" => pg.abort_on_error(|| surplus(&pg, &folder)).map_err(|error| error.to_string()),
         "subgroup" => pg.abort_on_error(|| subgroup(&pg)).map_err(|error| error.to_string()),
         // `abort_on_error` does not report its ranks.
@@ -97,6 +99,24 @@ fn save_late(pg: &ProcessGroup, folder: &Path) -> Result<()> {
     std::thread::sleep(Duration::from_secs(1));
     checkpointer.save(1, ("part", &mut Part(1)))?;
     checkpointer.finish()
+}
+
+/// Rank 1 leaves, and the others do not say so.
+fn own_words(pg: &ProcessGroup) -> Result<(), String> {
+    if pg.rank() == 1 {
+        std::process::exit(0);
+    }
+    pg.barrier().map_err(|_| "training broke off".to_string())
+}
+
+/// Rank 1 has nothing to send, which nobody minds. Later, rank 0 fails by itself.
+fn got_over(pg: &ProcessGroup) -> Result<(), String> {
+    let error = pg.broadcast_object::<u64>(None, 1).unwrap_err();
+    pg.barrier().unwrap();
+    if pg.rank() == 0 {
+        return Err(format!("there is no memory left to try again what has failed with: {error}"));
+    }
+    pg.barrier().map_err(|error| error.to_string())
 }
 
 /// Rank 2 of 4 makes one call too many.
@@ -202,6 +222,23 @@ fn a_rank_that_ends_before_others_save_is_blamed() {
         text.starts_with("ddprun: rank 1 ended while the other ranks needed it: it exited with code 0, "),
         "{text}"
     );
+}
+
+#[test]
+fn an_error_of_a_call_counts_in_whatever_words_it_is_told() {
+    let text = summary("own-words", 3);
+    assert!(
+        text.starts_with("ddprun: rank 1 ended while the other ranks needed it: it exited with code 0, "),
+        "{text}"
+    );
+    assert!(text.contains("\n  ranks [0, 2]: each exited with code 101 by itself because of rank 1"), "{text}");
+}
+
+#[test]
+fn an_error_that_the_program_has_got_over_is_no_cause_even_if_it_is_told() {
+    let text = summary("got-over", 2);
+    assert!(text.starts_with("ddprun: rank 0 failed first: it exited with code 101, "), "{text}");
+    assert!(text.contains("there is no memory left"), "{text}");
 }
 
 #[test]
