@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 """Checks the references of the repository's Markdown files: relative links, including their anchors, Rust files named in backticks, and
 environment variables. docs/environment.md must have every variable that the source uses, and no CANDLE_DDP_* that it does not.
-docs/README.md must list every page of docs. Commits that benches/results and the pages name must exist. The numbers of a table below a
-comment `<!-- numbers of benches/results/FILE.md -->` must be in that file, or in one of several.
+docs/SUMMARY.md, the table of contents of the book, must list every page of docs, and src/lib.rs every page with Rust code, so that it is
+compiled. Commits that benches/results and the pages name must exist. The numbers of a table below a comment
+`<!-- numbers of benches/results/FILE.md -->` must be in that file, or in one of several.
 
     scripts/check_links.py
 """
@@ -74,11 +75,15 @@ def undocumented_variables():
 
 
 def unlisted_pages():
-    """The pages of docs that its index does not link to."""
-    linked = re.findall(r"\]\(([\w.]+\.md)\)", (ROOT / "docs/README.md").read_text())
+    """The pages that the table of contents lacks, and those whose Rust code no doc test compiles."""
+    linked = re.findall(r"\]\(([\w.]+\.md)\)", (ROOT / "docs/SUMMARY.md").read_text())
+    compiled = " ".join(re.findall(r"pages! \{([\w\s]*)\}", (ROOT / "src/lib.rs").read_text())).split()
     for name in files("docs/*.md"):
-        if name != "docs/README.md" and Path(name).name not in linked:
-            yield f"docs/README.md: it has no link to {name}"
+        page = Path(name)
+        if page.name not in [*linked, "SUMMARY.md"]:
+            yield f"docs/SUMMARY.md: it has no link to {name}"
+        if re.search(r"^```rust(?!,ignore)", (ROOT / name).read_text(), re.M) and page.stem not in compiled:
+            yield f"src/lib.rs: `pages!` lacks {page.stem}, so the Rust code of {name} is not compiled"
 
 
 def unknown_commits(pages):

@@ -121,31 +121,21 @@ pub use process_group::{
     init_process_group, run, spawn, spawn_with,
 };
 
-/// The Rust code in the README and in `docs/` is compiled with the doc tests.
+/// The Rust code in the README and in `docs/` is compiled with the doc tests. `scripts/check_links.py` compares the list with the pages.
 #[cfg(doctest)]
 mod pages {
     #[doc = include_str!("../README.md")]
     struct Readme;
-    #[doc = include_str!("../docs/checkpoints.md")]
-    struct Checkpoints;
-    #[doc = include_str!("../docs/data.md")]
-    struct Data;
-    #[doc = include_str!("../docs/elastic.md")]
-    struct Elastic;
-    #[doc = include_str!("../docs/evaluation.md")]
-    struct Evaluation;
-    #[doc = include_str!("../docs/memory.md")]
-    struct Memory;
-    #[doc = include_str!("../docs/migrating.md")]
-    struct Migrating;
-    #[doc = include_str!("../docs/performance.md")]
-    struct Performance;
-    #[doc = include_str!("../docs/troubleshooting.md")]
-    struct Troubleshooting;
-    #[doc = include_str!("../docs/virtual_ranks.md")]
-    struct VirtualRanks;
+
+    macro_rules! pages {
+        ($($page:ident)*) => { $(#[doc = include_str!(concat!("../docs/", stringify!($page), ".md"))] mod $page {})* };
+    }
+
+    pages! {
+        checkpoints collectives contrastive converting data elastic evaluation fine_tuning gpu_layers layers measuring memory
+        migrating mixed_precision models no_shared_disk one_gpu optimizers performance speech troubleshooting virtual_ranks
+    }
 
     #[cfg(feature = "vision")]
-    #[doc = include_str!("../docs/vision.md")]
-    struct Vision;
+    pages! { vision }
 }

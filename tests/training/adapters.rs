@@ -1,4 +1,4 @@
-//! The advice of docs/migrating.md on layers that each rank has for itself.
+//! The advice of docs/models.md on layers that each rank has for itself.
 use crate::common::{floats, ranks, tensor};
 use candle_core::{Module, Var};
 use candle_ddp::nn::linear;

@@ -1,4 +1,4 @@
-//! LoRA under DDP, as docs/migrating.md advises.
+//! LoRA under DDP, as docs/fine_tuning.md advises.
 use crate::common::{assert_close, floats, ranks, tensor, var};
 use candle_core::{DType, Device, Module, Tensor};
 use candle_ddp::nn::{self, Linear, LoraConfig, linear};

@@ -20,7 +20,7 @@ pub struct ThroughputOptions {
     /// [`TransformerFlops::per_token`](super::TransformerFlops::per_token). Default: unknown.
     pub flops_per_unit: Option<f64>,
     /// The most floating-point operations per second that the devices of one rank can do, in the dtype of the products and
-    /// without sparsity: `docs/performance.md` has those of some GPUs. There is no default. The peak of a CPU depends on its clock, its vector
+    /// without sparsity: `docs/measuring.md` has those of some GPUs. There is no default. The peak of a CPU depends on its clock, its vector
     /// units, and the cores that a rank has.
     pub peak_flops: Option<f64>,
 }

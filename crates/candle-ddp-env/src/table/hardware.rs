@@ -81,7 +81,7 @@ pub(super) const ROWS: &[Row] = &[
         kind: Switch,
         set_by: "you",
         read_by: "candle-ddp-tensor",
-        meaning: "`0`: freed GPU memory goes [back to the system](performance.md#memory) whenever a program waits for the GPU",
+        meaning: "`0`: freed GPU memory goes [back to the system](gpu_layers.md#memory) whenever a program waits for the GPU",
         default: "`1`",
     },
     Row {
@@ -121,7 +121,7 @@ pub(super) const ROWS: &[Row] = &[
         kind: Switch,
         set_by: "you",
         read_by: "candle-ddp-tensor",
-        meaning: "`0`: biases of linear layers are added, and their gradients summed, [without cuBLASLt](performance.md#layers-on-gpus); `1`: always with it",
+        meaning: "`0`: biases of linear layers are added, and their gradients summed, [without cuBLASLt](gpu_layers.md#layers-on-gpus); `1`: always with it",
         default: "large products only",
     },
     Row {
@@ -129,7 +129,7 @@ pub(super) const ROWS: &[Row] = &[
         kind: Switch,
         set_by: "you",
         read_by: "candle-ddp-tensor",
-        meaning: "`0`: convolutions and attention run [without cuDNN](performance.md#layers-on-gpus), also with the feature `cudnn`",
+        meaning: "`0`: convolutions and attention run [without cuDNN](gpu_layers.md#layers-on-gpus), also with the feature `cudnn`",
         default: "`1`",
     },
     Row {
@@ -137,7 +137,7 @@ pub(super) const ROWS: &[Row] = &[
         kind: Choice(&["1", "0", "fast"]),
         set_by: "you",
         read_by: "candle-ddp-tensor",
-        meaning: "`0`: attention runs [without cuDNN](performance.md#layers-on-gpus), also with the feature `cudnn`; `fast`: cuDNN may add up its gradients in any order, so that [runs differ](performance.md#attention-by-cudnn)",
+        meaning: "`0`: attention runs [without cuDNN](gpu_layers.md#layers-on-gpus), also with the feature `cudnn`; `fast`: cuDNN may add up its gradients in any order, so that [runs differ](gpu_layers.md#attention-by-cudnn)",
         default: "`1`",
     },
     Row {

@@ -9,7 +9,7 @@ pub(super) const ROWS: &[Row] = &[
         kind: Path,
         set_by: "you",
         read_by: "candle-ddp",
-        meaning: "a folder: every rank writes a [timeline](performance.md#seeing-what-happens) of its training steps there",
+        meaning: "a folder: every rank writes a [timeline](measuring.md#seeing-what-happens) of its training steps there",
         default: "nothing is written",
     },
     Row {

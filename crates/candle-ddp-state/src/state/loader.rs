@@ -175,7 +175,7 @@ impl Loader {
         let reason = format!(
             "the state is from an optimizer with {} parameter group(s), and this one has {groups}: create it with the \
              same groups as the saved one. After freezing or thawing parameters, load_known \
-             loads what both have (docs/migrating.md, \"Freezing\")",
+             loads what both have (docs/fine_tuning.md, \"Freezing\")",
             learning_rates.len()
         );
         Err(Error::parameter(key, reason))

@@ -31,7 +31,7 @@ pub fn check(check: &Check, model: Model) {
     let is_listed = std::thread::current().name().is_some_and(|name| BY_LISTS.contains(&name));
     match run(Autocast::Lists(DType::BF16)) {
         Ok(()) => {
-            assert!(is_listed, "this file trains under PyTorch's lists: add its test, and name it in docs/migrating.md")
+            assert!(is_listed, "this file trains under PyTorch's lists: add its test, and name it in docs/layers.md")
         }
         Err(error) => {
             let error = error.to_string();
