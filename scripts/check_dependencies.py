@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Checks that docs/architecture.md gives the purpose of each dependency of the workspace's crates, and that the launcher's dependencies have
+"""Checks that docs/dependencies.md gives the purpose of each dependency of the workspace's crates, and that the launcher's dependencies have
 the same features as those of examples and tests, so that cargo compiles them once. cargo-deny checks everything else.
 
     scripts/check_dependencies.py
@@ -26,13 +26,13 @@ def main():
     ours = {package["name"] for package in metadata["packages"]}
     all_of = [dependency for package in metadata["packages"] for dependency in package["dependencies"]]
     direct = {dependency["name"] for dependency in all_of if dependency["kind"] is None} - ours
-    text = (ROOT / "docs/architecture.md").read_text()
+    text = (ROOT / "docs/dependencies.md").read_text()
     table = text.split("## Dependencies", 1)[-1].split("\n## ", 1)[0]
     # The first cell of each row, without the features in brackets.
     cells = [re.sub(r"\(.*?\)", "", cell) for cell in re.findall(r"^\| (`[^|]*) \|", table, re.M)]
     explained = {name for cell in cells for name in re.findall(r"`([\w-]+)`", cell)}
-    problems = [f"docs/architecture.md must give the purpose of {name}" for name in sorted(direct - explained)]
-    problems += [f"docs/architecture.md explains {name}, which is not a dependency: remove the row" for name in sorted(explained - direct)]
+    problems = [f"docs/dependencies.md must give the purpose of {name}" for name in sorted(direct - explained)]
+    problems += [f"docs/dependencies.md explains {name}, which is not a dependency: remove the row" for name in sorted(explained - direct)]
     launcher = {line.split()[0] for line in tree("--package", "ddprun", "--edges", "normal,build")}
     # `cargo build --bin ddprun` gives the launcher's dependencies the first features, a command that builds an example or a test the second.
     alone, beside_tests = tree("--edges", "normal,build"), tree("--edges", "normal,build,dev")

@@ -132,8 +132,9 @@ mod pages {
     }
 
     pages! {
-        checkpoints collectives contrastive converting data elastic evaluation fine_tuning gpu_layers layers measuring memory
-        migrating mixed_precision models no_shared_disk one_gpu optimizers performance speech troubleshooting virtual_ranks
+        checkpoints collectives contrastive converting data elastic elastic_nodes evaluation fine_tuning gpu_layers
+        layers measuring memory migrating mixed_precision models no_shared_disk one_gpu optimizers performance
+        pretrained ranks_that_differ shards speech troubleshooting virtual_ranks watching
     }
 
     #[cfg(feature = "vision")]

@@ -1,4 +1,4 @@
-//! Runs of the recipe in docs/troubleshooting.md for batches that one rank cannot use.
+//! Runs of the recipe in docs/ranks_that_differ.md for batches that one rank cannot use.
 use crate::common::{floats, tensor};
 use candle_ddp::nn::{BatchNorm, batch_norm};
 use candle_ddp::optim::{AdamW, ParamsAdamW};

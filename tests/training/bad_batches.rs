@@ -1,4 +1,4 @@
-//! The recipe in docs/troubleshooting.md for batches that one rank cannot use.
+//! The recipe in docs/ranks_that_differ.md for batches that one rank cannot use.
 use crate::bad_batches_ranks::bad_batches;
 use crate::common::ranks;
 
@@ -11,5 +11,5 @@ fn what_one_rank_cannot_use_is_skipped_on_all_ranks() {
 
 #[test]
 fn the_page_shows_this_recipe() {
-    assert!(include_str!("../../docs/troubleshooting.md").contains(include_str!("bad_batches_recipe.rs")));
+    assert!(include_str!("../../docs/ranks_that_differ.md").contains(include_str!("bad_batches_recipe.rs")));
 }

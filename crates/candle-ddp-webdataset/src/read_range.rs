@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 /// Files that lie elsewhere, such as in an object store: what [`TarShards::remote`](super::TarShards::remote) reads, best through a
-/// [`RangeCache`](super::RangeCache). `docs/data.md` has one over the crate `object_store`.
+/// [`RangeCache`](super::RangeCache). `docs/shards.md` has one over the crate `object_store`.
 ///
 /// Several threads call its functions at the same time. They must return after a time, with an error if the other side does not
 /// answer, since nobody else can end them. [`RangeCache`](super::RangeCache) tries again after errors, except after errors of the

@@ -20,7 +20,7 @@ pub(crate) enum Mode {
         /// The run has no secret.
         #[arg(long, alias = "no_secret")]
         no_secret: bool,
-        /// Shows it as one line of JSON, whose fields candle-ddp's docs/elastic.md describes.
+        /// Shows it as one line of JSON, whose fields candle-ddp's docs/watching.md describes.
         #[arg(long)]
         json: bool,
     },

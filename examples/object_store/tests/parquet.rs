@@ -1,4 +1,4 @@
-//! The Parquet dataset of docs/data.md, whose code it has.
+//! The Parquet dataset of docs/shards.md, whose code it has.
 use candle_ddp::data::Dataset;
 use candle_ddp::seed::Generator;
 use candle_ddp::{Error, Result};

@@ -134,10 +134,10 @@ fn the_program_reads_every_sample() {
     }
 }
 
-/// docs/data.md shows `src/lib.rs` without its first line.
+/// docs/shards.md shows `src/lib.rs` without its first line.
 #[test]
 fn the_page_on_data_shows_this_code() {
-    let (page, code) = (include_str!("../../../docs/data.md"), include_str!("../src/lib.rs"));
+    let (page, code) = (include_str!("../../../docs/shards.md"), include_str!("../src/lib.rs"));
     let (_, code) = code.split_once('\n').unwrap();
-    assert!(page.contains(&format!("```rust,ignore\n{code}```")), "copy src/lib.rs to docs/data.md");
+    assert!(page.contains(&format!("```rust,ignore\n{code}```")), "copy src/lib.rs to docs/shards.md");
 }

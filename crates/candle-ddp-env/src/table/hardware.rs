@@ -89,7 +89,7 @@ pub(super) const ROWS: &[Row] = &[
         kind: Number("a number such as 90"),
         set_by: "you",
         read_by: "candle",
-        meaning: "the GPU for which candle [is compiled](clusters.md#building)",
+        meaning: "the GPU for which candle [is compiled](several_gpus.md#building)",
         default: "the one that `nvidia-smi` reports",
     },
     Row {

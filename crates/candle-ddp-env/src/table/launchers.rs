@@ -25,7 +25,7 @@ pub(super) const ROWS: &[Row] = &[
         kind: Text("the name or address of one host"),
         set_by: "`ddprun`, torchrun, you",
         read_by: "candle-ddp-rendezvous, candle-ddp-mpi",
-        meaning: "the host of [the store](clusters.md#the-store)",
+        meaning: "the host of [the store](store.md#the-store)",
         default: "under Slurm, the first node; under MPI on one host, the loopback address",
     },
     Row {
@@ -33,7 +33,7 @@ pub(super) const ROWS: &[Row] = &[
         kind: Number("a port (0 to 65535)"),
         set_by: "`ddprun`, torchrun, you",
         read_by: "candle-ddp-rendezvous",
-        meaning: "the port of [the store](clusters.md#the-store)",
+        meaning: "the port of [the store](store.md#the-store)",
         default: "under Slurm and MPI, a port made from the job id",
     },
     Row {
@@ -57,7 +57,7 @@ pub(super) const ROWS: &[Row] = &[
         kind: Text("text"),
         set_by: "`ddprun`, torchrun",
         read_by: "candle-ddp-rendezvous",
-        meaning: "the name of the run, which tells [two jobs on one port](clusters.md#two-jobs-on-one-port) apart",
+        meaning: "the name of the run, which tells [two jobs on one port](store.md#two-jobs-on-one-port) apart",
         default: "made from the ids of Slurm or MPI",
     },
     Row {
@@ -182,7 +182,7 @@ pub(super) const ROWS: &[Row] = &[
         kind: Text("a text of at least 32 characters"),
         set_by: "`ddprun`, you",
         read_by: "candle-ddp-rendezvous",
-        meaning: "[the job's secret](clusters.md#the-secret-of-a-job); it takes precedence over the file",
+        meaning: "[the job's secret](store.md#the-secret-of-a-job); it takes precedence over the file",
         default: "`ddprun` on one machine makes one; otherwise none",
     },
     Row {

@@ -17,7 +17,7 @@ pub(super) const ROWS: &[Row] = &[
         kind: Path,
         set_by: "you",
         read_by: "candle-ddp-engine",
-        meaning: "a folder: every rank writes [its last calls](troubleshooting.md#finding-the-rank-that-diverged) there when its group fails",
+        meaning: "a folder: every rank writes [its last calls](ranks_that_differ.md#finding-the-rank-that-diverged) there when its group fails",
         default: "nothing is written",
     },
     Row {
@@ -25,7 +25,7 @@ pub(super) const ROWS: &[Row] = &[
         kind: Switch,
         set_by: "you",
         read_by: "candle-ddp",
-        meaning: "`1`: DDP checks every gradient for NaN and infinity, and [names the parameter](troubleshooting.md#gradients-that-are-not-finite)",
+        meaning: "`1`: DDP checks every gradient for NaN and infinity, and [names the parameter](ranks_that_differ.md#gradients-that-are-not-finite)",
         default: "`0`",
     },
     Row {

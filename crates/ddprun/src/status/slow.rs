@@ -99,7 +99,7 @@ fn describe(slow: &[Since], others: &[Since]) -> String {
     let steps = others.iter().map(|of| of.steps).min().unwrap_or(0);
     format!(
         "{word} {}{on} {verb} the others up: over the last {steps} steps, these spent {lost:.0} % of their time in collectives \
-         until {word} {} came, which waited for {waited:.0} %. See \"One rank is slow\" in candle-ddp's docs/troubleshooting.md",
+         until {word} {} came, which waited for {waited:.0} %. See \"One rank is slow\" in candle-ddp's docs/ranks_that_differ.md",
         names.join(", "),
         slow.iter().map(|of| of.rank.to_string()).collect::<Vec<_>>().join(", "),
     )
