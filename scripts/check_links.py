@@ -2,7 +2,7 @@
 """Checks the references of the repository's Markdown files: relative links, including their anchors, Rust files named in backticks, and
 environment variables. docs/environment.md must have every variable that the source uses, and no CANDLE_DDP_* that it does not.
 docs/SUMMARY.md, the table of contents of the book, must list every page of docs, and src/lib.rs every page with Rust code, so that it is
-compiled. Commits that benches/results and the pages name must exist. The numbers of a table below a comment
+compiled. No page has more than 2,750 words. Commits that benches/results and the pages name must exist. The numbers of a table below a comment
 `<!-- numbers of benches/results/FILE.md -->` must be in that file, or in one of several.
 
     scripts/check_links.py
@@ -74,12 +74,18 @@ def undocumented_variables():
     yield from (f"{page}: the table has {name}*, which nothing uses" for name in families if not any(v.startswith(name) for v in used))
 
 
+# Nobody reads longer pages through.
+MOST_WORDS = 2750
+
+
 def unlisted_pages():
-    """The pages that the table of contents lacks, and those whose Rust code no doc test compiles."""
+    """The pages that the table of contents lacks, those whose Rust code no doc test compiles, and those that are too long."""
     linked = re.findall(r"\]\(([\w.]+\.md)\)", (ROOT / "docs/SUMMARY.md").read_text())
     compiled = " ".join(re.findall(r"pages! \{([\w\s]*)\}", (ROOT / "src/lib.rs").read_text())).split()
     for name in files("docs/*.md"):
-        page = Path(name)
+        page, words = Path(name), len((ROOT / name).read_text().split())
+        if words > MOST_WORDS:
+            yield f"{name}: it has {words} words, and a page has at most {MOST_WORDS}: make two of it"
         if page.name not in [*linked, "SUMMARY.md"]:
             yield f"docs/SUMMARY.md: it has no link to {name}"
         if re.search(r"^```rust(?!,ignore)", (ROOT / name).read_text(), re.M) and page.stem not in compiled:
