@@ -40,7 +40,7 @@ pub struct InitOptions {
     /// The parent is the thread that started this process. The setting belongs to the thread that calls
     /// [`init_process_group`] and ends with it. The death of a parent before the call goes unnoticed.
     pub die_with_parent: bool,
-    /// How many calls this rank remembers, and where it writes them. Default: the last 2000, and the folder that
+    /// The number of calls that this rank remembers, and where it writes them. Default: the last 2000, and the folder that
     /// `CANDLE_DDP_FLIGHT_RECORDER` names.
     pub flight_recorder: FlightRecorderOptions,
     /// The secret that ranks prove to each other and to the store, so that no other process can join. Default: the one

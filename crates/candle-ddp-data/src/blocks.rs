@@ -6,9 +6,9 @@ use candle_ddp_state::{Error, Result};
 /// How [`BlockShuffle`] shuffles.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BlockOptions {
-    /// How many neighbouring samples are a block, which is read as a whole: a few megabytes of them on a disk. Default: 256.
+    /// The number of neighbouring samples that are a block, which is read as a whole: a few megabytes of them on a disk. Default: 256.
     pub block: usize,
-    /// How many blocks have their samples mixed. Default: 16.
+    /// The number of blocks that have their samples mixed. Default: 16.
     pub window: usize,
     /// How many orders there are side by side, each with its part of the blocks: the order takes one sample of each in turn.
     /// If it is a multiple of the number of ranks, each rank reads its own blocks, so that hosts need not read the same

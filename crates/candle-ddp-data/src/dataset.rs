@@ -9,7 +9,7 @@ pub trait Dataset: Send + Sync {
     /// One sample, such as an image and its label.
     type Sample: Send;
 
-    /// How many samples there are.
+    /// The number of samples.
     fn len(&self) -> usize;
 
     /// Whether there are none.

@@ -50,7 +50,7 @@ impl Deal {
         Ok(Self { block: Some(block), ..Self::new(own.start, count, remainder)? })
     }
 
-    /// How many batches this rank has in a step.
+    /// The number of batches that this rank has in a step.
     pub(super) fn batches_per_step(&self) -> usize {
         self.block.map_or(1, |block| block.virtual_ranks)
     }
@@ -112,7 +112,7 @@ impl Deal {
         self.rank_len_after(self.rank, len, consumed).saturating_mul(self.batches_per_step())
     }
 
-    /// How many of them rank 0, or each virtual rank, gets; no other rank gets more.
+    /// The number of them that rank 0, or each virtual rank, gets; no other rank gets more.
     pub(super) fn most_after(&self, len: usize, consumed: usize) -> usize {
         self.rank_len_after(0, len, consumed)
     }

@@ -63,7 +63,7 @@ pub struct LoaderIter<T> {
     batches: Option<Source<T>>,
     /// The reason why there are none.
     failure: Option<Error>,
-    /// How many batches there are still.
+    /// The number of remaining batches.
     remaining: usize,
     /// The samples of all batches, also of those that were delivered.
     order: Option<Batches>,
@@ -79,15 +79,15 @@ pub struct LoaderIter<T> {
 /// How far all ranks are in an order.
 #[derive(Clone, Copy)]
 pub(super) struct Progress {
-    /// How many places all ranks have consumed together.
+    /// The number of places that all ranks have consumed together.
     consumed: usize,
     /// How many a rank, or a virtual rank, has left, at most.
     most: usize,
     batch_size: usize,
     world_size: usize,
-    /// How many batches this rank has in a step: its micro-batches, or one.
+    /// The number of batches that this rank has in a step: its micro-batches, or one.
     per_step: usize,
-    /// How many of them it has delivered in this step.
+    /// The number of them that it has delivered in this step.
     delivered: usize,
     /// On rank 0, how many places at the end come a second time, so that all ranks have as many.
     padding: usize,

@@ -47,11 +47,11 @@ pub enum Remainder {
 /// evaluation, has no micro-batches.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LoaderOptions {
-    /// How many samples a batch has, on each rank. Default: 1.
+    /// The number of samples that a batch has, on each rank. Default: 1.
     pub batch_size: usize,
     /// Leave out a last batch that would be smaller than the others. Default: false.
     pub drop_last: bool,
-    /// How many threads read samples and make batches ahead of training. Default: 0; the thread that asks for a batch
+    /// The number of threads that read samples and make batches ahead of training. Default: 0; the thread that asks for a batch
     /// makes it.
     pub num_workers: usize,
     /// How many batches for each worker are begun before they are asked for. Default: 2. Without workers it has no effect.
@@ -82,7 +82,7 @@ impl LoaderOptions {
         Ok(())
     }
 
-    /// How many batches an order of `len` indices makes.
+    /// The number of batches that an order of `len` indices makes.
     pub(super) fn num_batches(&self, len: usize) -> usize {
         if self.drop_last { len / self.batch_size } else { len.div_ceil(self.batch_size) }
     }

@@ -47,7 +47,7 @@ use std::sync::{Arc, OnceLock};
 /// # Ok::<(), candle_ddp::Error>(())
 /// ```
 pub trait Order: Send + Sync {
-    /// How many samples the dataset has.
+    /// The number of samples that the dataset has.
     fn dataset_len(&self) -> usize;
 
     /// The order of epoch `epoch`. It must follow from `seed`, `epoch` and the order itself alone: every rank asks for it, also one
@@ -97,7 +97,7 @@ impl EpochOrder {
         Self { ends: Some(ends), ..Self::new(indices) }
     }
 
-    /// How many samples all ranks get together, without padding.
+    /// The number of samples that all ranks get together, without padding.
     pub fn len(&self) -> usize {
         self.indices.len()
     }
@@ -107,17 +107,17 @@ impl EpochOrder {
         self.len() == 0
     }
 
-    /// How many batches the order makes; none if that is left to the loader.
+    /// The number of batches that the order makes; none if that is left to the loader.
     pub fn num_batches(&self) -> Option<usize> {
         self.ends.as_ref().map(Vec::len)
     }
 
-    /// How many places the ranks take turns in.
+    /// The number of places that the ranks take turns in.
     pub(super) fn places(&self) -> usize {
         self.num_batches().unwrap_or(self.len())
     }
 
-    /// How many samples are in the first `places` places.
+    /// The number of samples that are in the first `places` places.
     pub(super) fn samples(&self, places: usize) -> usize {
         match &self.ends {
             Some(ends) => places.checked_sub(1).and_then(|last| ends.get(last)).copied().unwrap_or(0),
@@ -125,7 +125,7 @@ impl EpochOrder {
         }
     }
 
-    /// How many places the first `samples` samples take. None if they end within a batch.
+    /// The number of places that the first `samples` samples take. None if they end within a batch.
     pub(super) fn places_of(&self, samples: usize) -> Option<usize> {
         match &self.ends {
             Some(_) if samples == 0 => Some(0),
@@ -229,7 +229,7 @@ impl Batches {
         self.options.num_batches(self.places.len())
     }
 
-    /// How many samples are in them, at most.
+    /// The number of samples that are in them, at most.
     pub(super) fn samples_left(&self) -> usize {
         if self.order.ends.is_some() { self.order.len() } else { self.places.len() }
     }

@@ -12,7 +12,7 @@ const LARGE: usize = (u32::MAX / 20) as usize;
 pub struct Permutation(Indices);
 
 impl Permutation {
-    /// How many elements are permuted.
+    /// The number of elements that are permuted.
     pub fn len(&self) -> usize {
         self.0.len()
     }

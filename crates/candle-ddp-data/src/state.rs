@@ -44,7 +44,7 @@ pub struct LoaderState {
     /// Each rank computes it from the number of its own batches and assumes that the other ranks have consumed as many. So ask
     /// for the state when they have, such as between two training steps. It is then the same on all ranks.
     pub consumed: usize,
-    /// How many samples the dataset has.
+    /// The number of samples that the dataset has.
     pub dataset_len: usize,
     /// A hash of the epoch's order in its middle: a run that resumes must have the same one. 0 if it is not known, as in a state
     /// that the program makes itself; then nothing is compared.

@@ -59,7 +59,7 @@ struct Window<S, T> {
 struct Batch<S, T> {
     indices: Arc<[usize]>,
     samples: Vec<Option<Result<S>>>,
-    /// How many samples are not read yet.
+    /// The number of samples that are not read yet.
     missing: usize,
     batch: Option<Result<T>>,
 }

@@ -90,7 +90,7 @@ pub(crate) fn lost(peer: usize, hosts: &str, call: &str, error: &str) -> String 
 
 /// A peer whose process has ended.
 pub(crate) struct Gone {
-    /// How many calls it finished, counting the one with number 0. Known only for ranks of this host, from shared
+    /// The number of calls that it finished, counting the one with number 0. Known only for ranks of this host, from shared
     /// memory.
     finished: Option<CallCounts>,
     /// The system's error, if the connection did not simply end.

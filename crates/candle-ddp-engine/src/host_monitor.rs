@@ -10,7 +10,7 @@ use std::time::Duration;
 const TICK: Duration = Duration::from_millis(100);
 const TICK_OF_EACH: Duration = Duration::from_millis(1);
 const LONGEST_TICK: Duration = Duration::from_millis(900);
-/// How many ranks a rank checks at a time, besides the next one that lives.
+/// The number of ranks that a rank checks at a time, besides the next one that lives.
 const CHECKS: usize = 7;
 
 /// Looks at the board whenever a rank of this host rings, until the group tells it to end.

@@ -1,6 +1,6 @@
 //! The operations: what is true of each of them on any data path.
 
-/// How many elements an operand has.
+/// The number of elements that an operand has.
 #[doc(hidden)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Extent {

@@ -123,7 +123,7 @@ struct Config {
     traffic_class: c_int,
 }
 
-/// How many blocks the kernels of a communicator may have.
+/// The number of blocks that the kernels of a communicator may have.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Limit {
     /// As many as NCCL wants.

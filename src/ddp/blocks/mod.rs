@@ -27,47 +27,8 @@ pub struct Block<M> {
     unit: Option<Arc<Unit>>,
 }
 
-/// Builds a part of a model whose parameters are gathered together: PyTorch's `fully_shard(block)`.
-///
-/// ```
-/// use candle_core::{Module, Tensor};
-/// use candle_ddp::nn::{Linear, linear};
-/// use candle_ddp::optim::{AdamW, Optimizer, ParamsAdamW};
-/// use candle_ddp::{Block, DdpOptions, DistributedDataParallel, Sharding, block};
-/// use candle_nn::{VarBuilder, VarMap};
-///
-/// struct Net {
-///     blocks: Vec<Block<Linear>>,
-///     head: Linear,
-/// }
-///
-/// impl Net {
-///     fn new(vb: VarBuilder) -> candle_core::Result<Self> {
-///         let one = |index| block(vb.pp(format!("h.{index}")), |vb| linear(8, 8, vb));
-///         let blocks = (0..4).map(one).collect::<candle_core::Result<_>>()?;
-///         Ok(Self { blocks, head: linear(8, 2, vb.pp("head"))? })
-///     }
-/// }
-///
-/// impl Module for Net {
-///     fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
-///         let x = self.blocks.iter().try_fold(x.clone(), |x, block| block.forward(&x)?.tanh())?;
-///         self.head.forward(&x)
-///     }
-/// }
-///
-/// # fn main() -> candle_ddp::Result<()> {
-/// candle_ddp::spawn(2, |pg| {
-///     let options = DdpOptions { sharding: Sharding::Blocks { reshard_after_forward: true, ranks: None }, ..Default::default() };
-///     let ddp = DistributedDataParallel::with_options(&pg, &VarMap::new(), Net::new, options)?;
-///     let mut optimizer = AdamW::new(&ddp, ParamsAdamW::default())?;
-///     let x = Tensor::randn(0f32, 1., (4, 8), pg.device())?;
-///     let grads = ddp.backward(&ddp.forward(&x)?.sqr()?.mean_all()?)?;
-///     optimizer.step(&grads)
-/// })?;
-/// # Ok(())
-/// # }
-/// ```
+/// Builds a part of a model whose parameters are gathered together: PyTorch's `fully_shard(block)`. [`Sharding`](crate::Sharding) has an
+/// example.
 ///
 /// `build` requests the block's variables, as any constructor does. They must not be requested anywhere else: tied weights are in one
 /// block, or outside of all. Buffers, such as running statistics, stay whole on every rank.

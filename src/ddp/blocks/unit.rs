@@ -21,7 +21,7 @@ pub(crate) struct Unit {
     name: String,
     flats: Vec<Flat>,
     units: Arc<Units>,
-    /// How many computations need the parameters.
+    /// The number of computations that need the parameters.
     users: Mutex<usize>,
 }
 

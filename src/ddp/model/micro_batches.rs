@@ -12,7 +12,7 @@ impl<M> DistributedDataParallel<M> {
         self.core.reducer.micro_batches()
     }
 
-    /// How many micro-batches this rank computes per second, from forward to backward pass, on the average since the first step:
+    /// The number of micro-batches that this rank computes per second, from forward to backward pass, on the average since the first step:
     /// for [`share_by_speed`](crate::ProcessGroup::share_by_speed). None before the second step, without
     /// [virtual ranks](crate::InitOptions::virtual_ranks), and on a GPU, where passes end after their calls.
     pub fn micro_batches_per_second(&self) -> Option<f64> {

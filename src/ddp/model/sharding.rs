@@ -14,12 +14,13 @@ use crate::{Error, Result};
 /// struct Net(Vec<Block<Linear>>);
 ///
 /// fn net(vb: VarBuilder) -> candle_core::Result<Net> {
+///     // Before: `linear(8, 8, vb.pp(index))`.
 ///     Ok(Net((0..3).map(|index| block(vb.pp(index), |vb| linear(8, 8, vb))).collect::<candle_core::Result<_>>()?))
 /// }
 ///
 /// impl Module for Net {
 ///     fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
-///         self.0.iter().try_fold(x.clone(), |x, block| block.forward(&x)?.tanh())
+///         self.0.iter().try_fold(x.clone(), |x, block| block.forward(&x)?.tanh()) // the same as without blocks
 ///     }
 /// }
 ///
@@ -57,19 +58,12 @@ pub enum Sharding {
         /// sent between hosts. Under [virtual ranks](crate::InitOptions::virtual_ranks), whole buckets are.
         ranks: Option<usize>,
     },
-    /// Parameters, gradients and the optimizer's state: PyTorch's FSDP2 (`fully_shard`), ZeRO's stage 3.
-    ///
-    /// The model marks its blocks with [`block`](crate::block). A block's whole parameters exist only while it computes: they are gathered
-    /// from all ranks before its forward pass and before its backward pass, which computes the forward pass again as
-    /// [`checkpoint`](crate::nn::checkpoint) does. While a block computes, the next one is gathered. The parameters outside of blocks are
-    /// gathered for the whole of forward and backward pass.
+    /// Parameters, gradients and the optimizer's state: PyTorch's FSDP2 (`fully_shard`), ZeRO's stage 3. The model marks its blocks with
+    /// [`block`](crate::block), whose whole parameters exist only while they compute; those outside of blocks exist for a whole step.
     ///
     /// The `VarMap` has this rank's part of each parameter under the parameter's name, in a tensor of the same rank: (1, n) for a matrix,
-    /// where n may be 0. A [`Checkpointer`](crate::checkpoint::Checkpointer) saves them, each rank its own part, and loads them on any
-    /// number of ranks, with or without sharding. Losses and parameters have the same bits as without, on CPUs, unless a sum over whole
-    /// gradients enters the step, as in clipping.
-    ///
-    /// All ranks must run the same blocks in the same order, in forward passes under [`no_grad`](crate::nn::no_grad) as well.
+    /// where n may be 0. All ranks must run the same blocks in the same order, in forward passes under [`no_grad`](crate::nn::no_grad) as
+    /// well. `docs/memory.md` has the rest: checkpoints, evaluation, and which bits stay the same.
     Blocks {
         /// Whether a block's parameters are freed after its forward pass: usually true. Otherwise they stay until the backward pass has
         /// ended, which then computes nothing again: less time, more memory.

@@ -9,7 +9,7 @@ pub(in crate::ddp) struct Window {
     first: Option<Origin>,
     /// Whether they had batches of two epochs of one loader.
     crosses: bool,
-    /// How many passes the previous window had.
+    /// The number of passes that the previous window had.
     previous: Option<usize>,
     said: bool,
 }

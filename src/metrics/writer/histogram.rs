@@ -9,7 +9,7 @@ pub(super) struct Histogram {
     pub(super) sum_squares: f64,
     /// The upper limit of each bucket.
     pub(super) limits: Vec<f64>,
-    /// How many values each has, of those below its limit. The last bucket also has the values at its limit.
+    /// The number of values that each has, of those below its limit. The last bucket also has the values at its limit.
     pub(super) counts: Vec<f64>,
 }
 

@@ -35,7 +35,7 @@ impl Lines {
 /// The most bytes of a line that counts: reading a file that is something else takes no more memory.
 const LONGEST: u64 = 1 << 20;
 
-/// How many bytes come before the first line of the discarded steps, or of the torn end.
+/// The number of bytes that come before the first line of the discarded steps, or of the torn end.
 fn kept(mut file: impl BufRead, purge_step: u64) -> std::io::Result<u64> {
     let (mut kept, mut line) = (0, Vec::new());
     loop {

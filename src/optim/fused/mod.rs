@@ -46,44 +46,15 @@ use std::sync::Arc;
 ///
 /// # Sharded models
 /// An optimizer of a [`DistributedDataParallel`](crate::DistributedDataParallel) model follows its
-/// [`DdpOptions::sharding`](crate::DdpOptions::sharding):
+/// [`DdpOptions::sharding`](crate::DdpOptions::sharding); [`Sharding`](crate::Sharding) has an example. Each part of the state and of the
+/// gradients is then on one rank only, or, with `ranks`, on one of so many: PyTorch's `ZeroRedundancyOptimizer` with sharded gradients.
+/// A rule that needs whole parameters, such as Muon, has each of them and its state on one rank, its owner.
 ///
-/// ```
-/// use candle_core::{DType, Tensor};
-/// use candle_ddp::optim::{AdamW, Optimizer, ParamsAdamW};
-/// use candle_ddp::{DdpOptions, DistributedDataParallel, Sharding};
-/// use candle_nn::{VarMap, linear};
-///
-/// # fn main() -> candle_ddp::Result<()> {
-/// candle_ddp::spawn(2, |pg| {
-///     let options = DdpOptions { sharding: Sharding::Optimizer { ranks: None }, ..Default::default() };
-///     let ddp = DistributedDataParallel::with_options(&pg, &VarMap::new(), |vb| linear(4, 2, vb), options)?;
-///     let mut optimizer = AdamW::new(&ddp, ParamsAdamW::default())?; // a half of its state on each rank
-///     for _ in 0..3 {
-///         let x = Tensor::randn(0f32, 1.0, (8, 4), pg.device())?;
-///         let mut grads = ddp.backward(&ddp.forward(&x)?.sqr()?.mean_all()?)?;
-///         optimizer.clip_grad_norm(&mut grads, 1.0)?; // the method, not the function of that name
-///         optimizer.step(&grads)?;
-///     }
-///     Ok(())
-/// })?;
-/// # Ok(())
-/// # }
-/// ```
-///
-/// Under [`Sharding::Optimizer`](crate::Sharding::Optimizer) and [`Sharding::Blocks`](crate::Sharding::Blocks), each part of the state and
-/// of the gradients is on one rank only, or, with their `ranks`, on one of so many: PyTorch's `ZeroRedundancyOptimizer` (stage 1 of ZeRO) with sharded gradients (stage 2). A rule
-/// that needs whole parameters, such as Muon, has each of them and its state on one rank, its owner: the largest
-/// come first, each to the rank that has the fewest elements so far.
-///
-/// [`backward`](crate::DistributedDataParallel::backward) reduce-scatters each bucket during the backward pass: each rank gets the mean
-/// gradients of its part, and the `GradStore` that `backward` returns does **not** hold the averaged parameters' gradients. The memory of a
-/// bucket is then free for the next one, so that two buckets are in memory at once. Passes under
-/// [`no_sync`](crate::DistributedDataParallel::no_sync) do the same, and add up the parts.
-/// [`step`](Optimizer::step) updates this rank's part and all-gathers the parameters, one bucket while the next one is updated. (Before
-/// that, owners get the whole gradients of their parameters, of sharded blocks also the values, and send away parts of the new values.)
-/// When it returns, all variables are up to date on all ranks. (Gathering does not continue into the next forward pass: candle cannot
-/// report when a variable is read, so a program that then saves its model would save half of it.)
+/// [`backward`](crate::DistributedDataParallel::backward) gives each rank the mean gradients of its part, and the `GradStore` that it
+/// returns does **not** hold the averaged parameters' gradients. Passes under [`no_sync`](crate::DistributedDataParallel::no_sync) do the
+/// same, and add up the parts. [`step`](Optimizer::step) updates this rank's part and all-gathers the parameters: when it returns, all
+/// variables are up to date on all ranks. (Gathering does not continue into the next forward pass: candle cannot report when a variable
+/// is read, so a program that then saves its model would save half of it.) `docs/memory.md` says what is sent, and what takes memory.
 ///
 /// Every rank must make the optimizer, before the first backward pass, and make every call. A model has one optimizer at a time, which
 /// trains all of its averaged parameters. [Ignored](crate::Role::Ignored) ones, and others, may be among its parameters: each rank updates

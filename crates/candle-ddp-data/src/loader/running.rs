@@ -197,7 +197,7 @@ impl<D: Dataset, T> DataLoader<D, T> {
         }
     }
 
-    /// How many batches the whole current epoch has on this rank. `iter().len()` is the number of remaining ones. An order of
+    /// The number of batches that the whole current epoch has on this rank. `iter().len()` is the number of remaining ones. An order of
     /// the program's own is made to count them, if it was not yet; it may have another number in another epoch, and 0 here if
     /// it cannot be made, which the iterator then says.
     pub fn num_batches(&self) -> usize {

@@ -23,7 +23,7 @@ pub struct CallHistory {
     runner: (u64, CallSite),
     /// The thread that started the last call.
     caller: Arc<Activity>,
-    /// How many calls the flight recorder wants, with their times; 0 without it.
+    /// The number of calls that the flight recorder wants, with their times; 0 without it.
     recorded: usize,
 }
 

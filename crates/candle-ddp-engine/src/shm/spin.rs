@@ -31,7 +31,7 @@ fn yields(ranks: usize) -> Duration {
 /// Decides whether waits yield. Where other programs keep the processors busy, a yield lasts for a turn of each of them, while a
 /// sleeper that is woken comes before them.
 struct Yields {
-    /// How many more waits do not yield.
+    /// The number of more waits that do not yield.
     skipped: AtomicU32,
     /// How many do not after the next yield that was too long.
     next: AtomicU32,
@@ -42,7 +42,7 @@ static YIELDS: Yields = Yields::new();
 impl Yields {
     /// A yield to another rank is shorter; a yield for another program's turn is longer.
     const TOO_LONG: Duration = Duration::from_millis(1);
-    /// How many waits do not yield after one that was too long: twice as many each time that the next is no better.
+    /// The number of waits that do not yield after one that was too long: twice as many each time that the next is no better.
     const FEWEST: u32 = 64;
     const MOST: u32 = 1 << 14;
 

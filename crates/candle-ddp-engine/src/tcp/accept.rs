@@ -15,12 +15,12 @@ use std::time::{Duration, Instant};
 /// How long a caller has to send its greeting, and then to prove that it has the secret. A peer proves it at once, except
 /// while it waits for other ranks: so while the group is created, a caller may take longer for its proof.
 const HANDSHAKE_TIME: Duration = Duration::from_secs(3);
-/// How many callers may be silent at a time. The oldest of them gives way to another one.
+/// The number of callers that may be silent at a time. The oldest of them gives way to another one.
 const SILENT: usize = 512;
-/// How many callers may have sent a greeting and no proof at a time. In a large group, it is so many for each rank.
+/// The number of callers that may have sent a greeting and no proof at a time. In a large group, it is so many for each rank.
 const UNPROVED: usize = 128;
 const CALLERS: usize = 2 * Kind::ALL.len();
-/// How many connections are accepted before the others get their turn.
+/// The number of connections that are accepted before the others get their turn.
 const ACCEPTED: usize = 1024;
 /// The pause after the system ran out of resources for a connection, and how long such a lack may last.
 pub(crate) const PAUSE: Duration = Duration::from_millis(100);
@@ -296,7 +296,7 @@ impl Conversation {
         matches!(&self.stage, Stage::Proof { caller, .. } if caller.rank == peer)
     }
 
-    /// How many bytes this rank waits for.
+    /// The number of bytes that this rank waits for.
     fn awaited(&self) -> usize {
         match self.stage {
             Stage::Connecting { .. } | Stage::Greeting => GREETING,

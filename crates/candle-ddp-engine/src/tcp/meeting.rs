@@ -34,7 +34,7 @@ struct Card {
 /// The reason why a meeting fails although all ranks have come to it.
 const ALL_THERE: &str = "all ranks have come, but one of them has not told the others in time how to reach each other: it has \
                          stopped, or lost its connection to the store. Look for the first error in the output of all ranks";
-/// How many ranks have published their cards.
+/// The number of ranks that have published their cards.
 const COUNT: &str = "count";
 /// The table of all ranks, once all have, or else [`FAILED`] and a rank that cannot be met, perhaps with the reason.
 const COMPLETE: &str = "complete";

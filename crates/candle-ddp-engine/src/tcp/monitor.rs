@@ -68,7 +68,7 @@ pub(crate) fn run(group: &Group, door: Door) -> Result<()> {
     Ok(())
 }
 
-/// How many times a connection is read before it is the turn of the others.
+/// The number of times that a connection is read before it is the turn of the others.
 const TURN: usize = 64;
 
 /// Handles the frames that have arrived, as many as one turn allows.

@@ -17,7 +17,7 @@ pub(super) const LOADS: usize = 4;
 #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
 pub const COLUMNS: usize = 32;
 
-/// How many threads share a row of `size` elements, if each loads `vector` at once: as few warps as keep the whole row in registers, at
+/// The number of threads that share a row of `size` elements, if each loads `vector` at once: as few warps as keep the whole row in registers, at
 /// most a block.
 #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
 pub fn lanes(size: usize, vector: usize) -> usize {

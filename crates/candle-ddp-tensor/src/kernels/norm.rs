@@ -24,7 +24,7 @@ const BLOCKS: usize = 512;
 const ROWS: usize = 32;
 /// The number of columns that a block of `norm_totals` sums, as in norm.cu.
 const TOTALS: usize = 8;
-/// How many rows a thread takes one after the other: forward at most so many, and backward at least 4 and, in the dtype of the
+/// The number of rows that a thread takes one after the other: forward at most so many, and backward at least 4 and, in the dtype of the
 /// arithmetic, at most so many.
 const FORWARD: usize = 8;
 const BACKWARD: usize = 256;

@@ -22,7 +22,7 @@ pub struct RangeCacheOptions {
     /// The most bytes that it keeps. When there are more, the blocks that were read first are removed. Default: 16 GiB. Since
     /// caches that share a folder do not look at it after every block, each of them may exceed the limit by a 64th.
     pub max_bytes: u64,
-    /// How many bytes are read at a time. Caches that share a folder should have the same number, since they do not find each
+    /// The number of bytes that are read at a time. Caches that share a folder should have the same number, since they do not find each
     /// other's blocks otherwise. Default: 4 MiB.
     pub block_bytes: u64,
     /// How often a read that fails is tried again. Default: 5.

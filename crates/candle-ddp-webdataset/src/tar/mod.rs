@@ -146,7 +146,7 @@ impl TarShards {
         Ok(opened)
     }
 
-    /// How many samples all shards have together.
+    /// The number of samples that all shards have together.
     pub fn num_samples(&self) -> usize {
         self.firsts.last().copied().unwrap_or(0)
     }

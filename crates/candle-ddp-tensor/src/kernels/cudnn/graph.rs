@@ -61,7 +61,7 @@ pub(super) struct Graph {
     operations: Vec<Descriptor>,
     kinds: Vec<Descriptor>,
     tensors: Vec<Rc<Descriptor>>,
-    /// How many intermediate results there are.
+    /// The number of intermediate results.
     results: Id,
 }
 
