@@ -33,7 +33,7 @@ fn rank_of_another_test() -> Result<(), String> {
         "save" => pg.abort_on_error(|| save(&pg, &folder).map_err(|error| format!("training broke off: {error}"))),
         "leaves-before-save" => pg.abort_on_error(|| save_late(&pg, &folder)).map_err(|error| error.to_string()),
         "own-words" => pg.abort_on_error(|| own_words(&pg)),
-        "got-over" => pg.abort_on_error(|| got_over(&pg)),
+        "got-over" => pg.abort_on_error(|| got_over(&pg, &folder)),
         "surplus" => pg.abort_on_error(|| surplus(&pg, &folder)).map_err(|error| error.to_string()),
         "subgroup" => pg.abort_on_error(|| subgroup(&pg)).map_err(|error| error.to_string()),
         // `abort_on_error` does not report its ranks.
@@ -110,13 +110,15 @@ fn own_words(pg: &ProcessGroup) -> Result<(), String> {
 }
 
 /// Rank 1 has nothing to send, which nobody minds. Later, rank 0 fails by itself.
-fn got_over(pg: &ProcessGroup) -> Result<(), String> {
+fn got_over(pg: &ProcessGroup, folder: &Path) -> Result<(), String> {
     let error = pg.broadcast_object::<u64>(None, 1).unwrap_err();
     pg.barrier().unwrap();
     if pg.rank() == 0 {
         return Err(format!("there is no memory left to try again what has failed with: {error}"));
     }
-    pg.barrier().map_err(|error| error.to_string())
+    let error = pg.barrier().unwrap_err();
+    wait_for_end(folder, 0);
+    Err(error.to_string())
 }
 
 /// Rank 2 of 4 makes one call too many.
