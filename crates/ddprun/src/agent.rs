@@ -1,14 +1,17 @@
 //! The consequences of a worker's end: the workers that are restarted, and those that continue.
 use super::config::Topology;
+use super::consequence::{self, Consequence, End, Restarts};
 use super::console::message;
 use super::environment::Incarnation;
 use super::error::Result;
-use super::judge::{self, End, Restarts};
+use super::judgement::Judge;
 use super::members::Members;
-use super::nodes::{Admission, Exited, Link, Message, Replacement, Report, Round, Slot};
-use super::status::{LastFailure, Phase, RUN_STATUS, RunStatus, Source};
+use super::nodes::{Admission, Exited, Link, Message, Replacement, Round, Slot};
+use super::status::{Phase, RUN_STATUS, RunStatus, Source};
 use super::store;
+use super::verdict::{How, Outcome, Verdict};
 use super::worker::{Exit, Starter, Worker};
+use candle_ddp_base::host::host_name;
 use candle_ddp_rendezvous::json::encode;
 use candle_ddp_rendezvous::{Store, TcpStore, TcpStoreOptions, TcpStoreServer};
 use std::sync::Arc;
@@ -18,7 +21,7 @@ use std::time::Duration;
 const TIMEOUT: Duration = Duration::from_secs(2);
 
 /// The consequence of a worker's end.
-pub(super) enum Verdict {
+pub(super) enum Reaction {
     /// It has done its work, or the others continue without it.
     Continue,
     /// This worker takes its place.
@@ -45,8 +48,8 @@ pub(super) struct Agent<'a> {
     /// This node's number among them, and whether it was a member of the last round.
     slot: Option<Slot>,
     is_member: bool,
-    /// Why all nodes have failed, with the exit code.
-    failure: Option<(String, u8)>,
+    /// Why the run ends, as far as it is known before the workers have ended.
+    failure: Option<Verdict>,
     /// The coordinator cannot be reached any more.
     is_lost: bool,
     /// The members of an elastic run on this machine alone, once the agent had a reason to look.
@@ -58,7 +61,7 @@ pub(super) struct Agent<'a> {
     attempt: u64,
     /// The phase for `ddprun status`, in a run without other nodes.
     phase: Phase,
-    last_failure: Option<LastFailure>,
+    pub(super) judge: Judge<'a>,
 }
 
 impl<'a> Agent<'a> {
@@ -71,6 +74,7 @@ impl<'a> Agent<'a> {
     ) -> Self {
         let run_id = starter.config.run_id.clone();
         let restarts = Restarts::new(starter.config.options.max_restarts);
+        let judge = Judge::new(starter.folder, &run_id, link.is_some());
         Self {
             starter,
             server,
@@ -86,7 +90,7 @@ impl<'a> Agent<'a> {
             restart_count: 0,
             attempt: 0,
             phase: Phase::Running,
-            last_failure: None,
+            judge,
             members: None,
         }
     }
@@ -142,35 +146,79 @@ impl<'a> Agent<'a> {
         Ok(true)
     }
 
-    /// From now on, no process is started, since a signal ends the run.
-    pub(super) fn stop(&mut self, signal: i32) {
+    /// From now on, no process is started, since a signal ends the run, for this `reason`.
+    pub(super) fn stop(&mut self, signal: i32, reason: &str) {
         self.restarts.stopped_by = Some(signal);
         self.phase = Phase::Ending;
+        let stopped = Verdict::now(How::Stopped, Exit::Signal(signal).code(), reason);
+        self.failure.get_or_insert(Verdict { signal: Some(signal), ..stopped });
     }
 
-    /// Records that the run has failed on all nodes.
+    /// Records that the coordinator has ended the run.
     pub(super) fn set_failure(&mut self, reason: String, code: u8) {
-        self.failure.get_or_insert((reason, code));
+        self.failure.get_or_insert_with(|| Verdict::now(How::Unknown, code, reason));
+    }
+
+    /// Records that the workers of this node cannot be started.
+    pub(super) fn set_not_started(&mut self, reason: String, code: u8) {
+        let (node, host) = (Some(self.starter.topology.node_rank), Some(host_name()));
+        let failure = || Verdict { node, host, ..Verdict::now(How::NotStarted, code, reason) };
+        self.failure.get_or_insert_with(failure);
     }
 
     /// Records that this node has lost the others.
     pub(super) fn set_lost(&mut self, reason: String) {
         self.is_lost = true;
-        self.set_failure(reason, 1);
+        let (node, host) = (Some(self.starter.topology.node_rank), Some(host_name()));
+        self.failure.get_or_insert_with(|| Verdict { node, host, ..Verdict::now(How::Lost, 1, reason) });
     }
 
     pub(super) fn is_lost(&self) -> bool {
         self.is_lost
     }
 
-    /// Why all nodes have failed, with the exit code.
-    pub(super) fn failure(&self) -> Option<&(String, u8)> {
+    /// Why the run ends, as far as it is known before the workers have ended.
+    pub(super) fn failure(&self) -> Option<&Verdict> {
         self.failure.as_ref()
     }
 
-    /// Reports the first failure on this node, and returns the first one on any node.
-    pub(super) fn root(&self, own: Option<Report>) -> Option<Report> {
-        self.link.as_ref()?.root(own)
+    /// Reports the verdict on this node's workers, and returns the one on which all nodes agree.
+    pub(super) fn agree(&self, own: Option<Verdict>) -> Option<Verdict> {
+        self.link.as_ref()?.agree(own)
+    }
+
+    /// Judges the failure of all workers, which have ended and will be restarted. Worker `first` was the first to fail.
+    pub(super) fn judge_attempt(&mut self, workers: &[Worker], first: Option<usize>) {
+        let findings = self.judge.examine(workers, None, self.starter.topology);
+        let verdict = findings.verdict(first).map(|(_, verdict)| verdict);
+        if self.is_linked() {
+            return self.tell(Message::Ended(verdict));
+        }
+        let Some(verdict) = verdict else { return };
+        let is_known = first.and_then(|first| workers.get(first)).is_some_and(|first| verdict.rank == Some(first.rank));
+        if !is_known {
+            message(&verdict.text);
+        }
+        self.survive(verdict);
+    }
+
+    /// Records a failure after which the run continues.
+    pub(super) fn survive(&mut self, verdict: Verdict) {
+        self.judge.survive(verdict, self.restart_count);
+    }
+
+    /// Records that the run has ended well.
+    pub(super) fn succeed(&mut self) {
+        self.judge.verdicts.succeed(self.restart_count);
+    }
+
+    /// Records the failure that has ended the run.
+    pub(super) fn fail(&mut self, verdict: Verdict) {
+        self.judge.verdicts.add(verdict, Outcome::Failed, self.restart_count);
+        self.phase = Phase::Ending;
+        if !self.is_linked() {
+            self.tell_status();
+        }
     }
 
     /// Leaves the other nodes, which this one no longer needs. They may need its store for `patience`, or until `interrupted`.
@@ -268,29 +316,33 @@ impl<'a> Agent<'a> {
     }
 
     /// Decides what follows the end of `worker`, while no other has failed, or while a signal ends the run.
-    pub(super) fn on_exit(&mut self, worker: &mut Worker) -> Verdict {
-        let Some(ended) = worker.ended else { return Verdict::Continue };
+    pub(super) fn on_exit(&mut self, worker: &mut Worker) -> Reaction {
+        let Some(ended) = worker.ended else { return Reaction::Continue };
         let failed = ended.how != Exit::Code(0);
         if let Some(link) = &self.link {
-            let (rank, how, code) = (worker.rank, ended.how.to_string(), ended.how.code());
-            link.tell(Message::Exited(Exited { rank, how, code }));
-            return if failed { Verdict::Reported } else { Verdict::Continue };
+            link.tell(Message::Exited(Exited { rank: worker.rank, exit: ended.how }));
+            return if failed { Reaction::Reported } else { Reaction::Continue };
         }
-        let verdict = self.judge(worker, ended.how, failed).unwrap_or_else(|error| {
+        let alone = || self.judge.examine(std::slice::from_ref(worker), None, self.starter.topology).on_one();
+        let alone = if failed { alone() } else { None };
+        let reaction = self.react(worker, ended.how, failed).unwrap_or_else(|error| {
             message(format_args!("rank {} {} and cannot be replaced: {error}", worker.rank, ended.how));
-            if failed { Verdict::Fail } else { Verdict::Continue }
+            if failed { Reaction::Fail } else { Reaction::Continue }
         });
         if failed {
-            self.phase = match verdict {
-                Verdict::RestartAll => Phase::Restarting,
-                Verdict::Fail => Phase::Ending,
+            self.phase = match reaction {
+                Reaction::RestartAll => Phase::Restarting,
+                Reaction::Fail => Phase::Ending,
                 _ if self.restarts.stopped_by.is_some() => Phase::Ending,
                 _ => Phase::Running,
             };
-            self.last_failure = Some(LastFailure::now(format!("rank {} {}", worker.rank, ended.how)));
+            // Otherwise the failure is judged when all workers have ended.
+            if let (Reaction::Continue | Reaction::Replaced(_), Some(verdict)) = (&reaction, alone) {
+                self.survive(verdict);
+            }
             self.tell_status();
         }
-        verdict
+        reaction
     }
 
     /// The status of a run on this machine alone.
@@ -300,7 +352,7 @@ impl<'a> Agent<'a> {
             phase: self.phase,
             attempt: self.attempt,
             restarts: self.restarts.used,
-            last_failure: self.last_failure.clone(),
+            last_failure: self.judge.verdicts.last().map(Verdict::in_short),
             ..RunStatus::of(config)
         }
     }
@@ -318,7 +370,7 @@ impl<'a> Agent<'a> {
         }
     }
 
-    fn judge(&mut self, worker: &mut Worker, how: Exit, failed: bool) -> Result<Verdict> {
+    fn react(&mut self, worker: &mut Worker, how: Exit, failed: bool) -> Result<Reaction> {
         let (rank, code, how) = (worker.rank, how.code(), how.to_string());
         // Without this connection, the workers cannot have connected either.
         let min_world_size = self.elastic().unwrap_or_else(|error| {
@@ -327,27 +379,27 @@ impl<'a> Agent<'a> {
         });
         let elastic = self.members.as_mut().zip(min_world_size);
         let end = End { rank, how: &how, what: &format!("rank {rank} {how}"), failed };
-        let (verdict, reason) = judge::on_exit(elastic, end, &mut self.restarts)?;
-        Ok(match verdict {
-            judge::Verdict::Continue | judge::Verdict::EndRanks => Verdict::Continue,
-            judge::Verdict::Fail => Verdict::Fail,
-            judge::Verdict::RestartAll => {
+        let (consequence, reason) = consequence::on_exit(elastic, end, &mut self.restarts)?;
+        Ok(match consequence {
+            Consequence::Continue | Consequence::EndRanks => Reaction::Continue,
+            Consequence::Fail => Reaction::Fail,
+            Consequence::RestartAll => {
                 message(reason);
                 self.restart_count = self.restarts.used;
-                Verdict::RestartAll
+                Reaction::RestartAll
             }
-            judge::Verdict::ScaleDown => {
+            Consequence::ScaleDown => {
                 if !self.restarts.have_asked_for(code) {
                     message(reason);
                 }
                 worker.given_up = true;
-                Verdict::Continue
+                Reaction::Continue
             }
-            judge::Verdict::Replace => {
+            Consequence::Replace => {
                 message(reason);
                 self.restart_count = self.restarts.used;
                 let incarnation = self.members.as_ref().map_or(0, |members| members.incarnation(rank));
-                self.start(worker.local_rank, incarnation).map(Verdict::Replaced).inspect_err(|error| {
+                self.start(worker.local_rank, incarnation).map(Reaction::Replaced).inspect_err(|error| {
                     let reason = format!("its process {how} and cannot be restarted: {error}");
                     // The workers are ended in any case.
                     let _ = self.members.as_ref().map(|members| members.fail(rank, reason));

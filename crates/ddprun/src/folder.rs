@@ -2,7 +2,6 @@
 use super::config::Config;
 use super::console::message;
 use super::error::{Error, Result};
-use super::status::RECORD;
 use super::tail::plain;
 use candle_ddp_base::file::open_left;
 use candle_ddp_base::host::boot_id;
@@ -16,6 +15,9 @@ use std::path::{Path, PathBuf};
 
 /// The file of a worker's error.
 pub(super) const ERROR_FILE: &str = "error.json";
+/// The files of its output.
+pub(super) const STDOUT: &str = "stdout.log";
+pub(super) const STDERR: &str = "stderr.log";
 /// The maximum number of bytes read from an error file.
 const LONGEST_ERROR: u64 = 1 << 20;
 
@@ -93,9 +95,16 @@ impl RunFolder {
         Some(self.worker(restart_count, local_rank)?.join(ERROR_FILE))
     }
 
-    /// The file for the reports of ranks, if the folder is kept.
-    pub(super) fn record(&self) -> Option<PathBuf> {
-        Some(self.path.as_ref().filter(|_| self.temporary.is_none())?.join(RECORD))
+    /// A file of the run, if its folder is kept.
+    pub(super) fn kept(&self, name: &str) -> Option<PathBuf> {
+        Some(self.path.as_ref().filter(|_| self.temporary.is_none())?.join(name))
+    }
+
+    /// The files that a worker has left.
+    pub(super) fn files(&self, restart_count: u32, local_rank: usize) -> Vec<String> {
+        let folder = self.worker(restart_count, local_rank).filter(|_| self.temporary.is_none());
+        let files = folder.iter().flat_map(|folder| [ERROR_FILE, STDOUT, STDERR].map(|name| folder.join(name)));
+        files.filter(|file| file.exists()).map(|file| file.display().to_string()).collect()
     }
 
     /// Returns the error that a worker wrote.

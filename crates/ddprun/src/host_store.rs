@@ -4,10 +4,11 @@ use super::config::{Config, Rendezvous};
 use super::console::message;
 use super::error::{Error, Result};
 use super::mode::HostStore;
-use super::nodes::Coordinator;
+use super::nodes::{Coordinator, Ended};
 use super::processes::Host;
 use super::signal;
 use super::status::{RECORD, RunStatus, Source};
+use super::verdict::{Outcome, VERDICT, Verdicts};
 use super::watch::Watch;
 use super::{folder, secret, store};
 use clap::Parser;
@@ -43,14 +44,18 @@ pub(super) fn serve(options: HostStore) -> Result<u8> {
         secret::say_none(port);
     }
     let folder = log_dir.map(|dir| folder::create_in(&dir, &config.run_id)).transpose()?;
+    let in_folder = |name| folder.as_ref().map(|folder| folder.join(name));
     let source = Arc::new(Source::new(&server, secret.clone(), RunStatus::of(&config)));
-    let watch = Watch::start(&config, Some(source), folder.map(|folder| folder.join(RECORD)))?;
+    let watch = Watch::start(&config, Some(source), in_folder(RECORD))?;
     let coordinator = Coordinator::start(&server, secret, terms.clone(), pace.clone(), false)?;
     message(format_args!(
         "this machine hosts the store of run {} at port {port}, and starts no workers",
         config.run_id
     ));
-    let (code, reason) = coordinator.serve_alone(note_signals(&config.options.signals_to_handle)?);
+    let Ended { code, reason, restarts, verdict } =
+        coordinator.serve_alone(note_signals(&config.options.signals_to_handle)?);
+    let mut verdicts = Verdicts::new(in_folder(VERDICT), &config.run_id);
+    verdict.into_iter().for_each(|verdict| verdicts.add(verdict, Outcome::Failed, restarts));
     watch.iter().for_each(Watch::finish);
     message(reason);
     Ok(code)

@@ -18,6 +18,7 @@ mod check;
 mod child;
 mod cli;
 mod config;
+mod consequence;
 mod console;
 mod descendants;
 mod environment;
@@ -26,7 +27,7 @@ mod events;
 mod folder;
 mod host_store;
 mod hosts;
-mod judge;
+mod judgement;
 mod lines;
 mod members;
 mod metrics_server;
@@ -47,20 +48,23 @@ mod signal;
 mod status;
 mod store;
 mod streams;
-mod summary;
 mod supervisor;
 mod tail;
 mod terminal;
 mod time;
 mod tolerance;
 mod torchfrtrace;
+mod verdict;
 mod watch;
 mod worker;
 
 use agent::Agent;
 use candle_ddp_base::flight_record;
+use candle_ddp_base::host::host_name;
 use candle_ddp_env::PROCESS;
+use candle_ddp_rendezvous::TcpStoreServer;
 use cargo::Built;
+use check::Fitness;
 use clap::{CommandFactory, Parser};
 use cli::Cli;
 use config::{Config, Program};
@@ -72,17 +76,17 @@ use mode::Mode;
 use processes::Host;
 use rustix::thread::CpuSet;
 use secret::RunSecret;
-use status::{RunStatus, Source};
-use std::ffi::OsString;
+use status::{RECORD, RunStatus, Source};
+use std::ffi::{OsStr, OsString};
 use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Duration;
-use summary::Findings;
 use supervisor::{Outcome, Supervisor};
+use verdict::{How, Outcome as After, VERDICT, Verdict, Verdicts};
 use watch::Watch;
-use worker::{Exit, Starter, Worker};
+use worker::{Exit, Starter};
 
 /// How long output may stay unread at the end of a run that must end at once.
 const UNREAD: Duration = Duration::from_secs(5);
@@ -254,7 +258,23 @@ fn execute(config: &Config) -> Result<End> {
         secret::say_none(master_port);
     }
     let folder = RunFolder::create(config)?;
-    let watch = if config.is_check { None } else { Watch::start(config, source.clone(), folder.record())? };
+    run_workers(config, &program, &folder, (server, master_port, source), fitness, events).inspect_err(|error| {
+        let verdict =
+            Verdict { host: Some(host_name()), ..Verdict::now(How::NotStarted, error.exit_code(), describe(error)) };
+        Verdicts::new(folder.kept(VERDICT), &config.run_id).add(verdict, After::Failed, 0);
+    })
+}
+
+/// Runs the workers until they have ended.
+fn run_workers(
+    config: &Config,
+    program: &OsStr,
+    folder: &RunFolder,
+    (server, master_port, source): (Option<TcpStoreServer>, u16, Option<Arc<Source>>),
+    fitness: Result<Option<Fitness>>,
+    events: Events,
+) -> Result<End> {
+    let watch = if config.is_check { None } else { Watch::start(config, source.clone(), folder.kept(RECORD))? };
     let console = Console::get();
     let (intake, incoming) = output::intake().map_err(|error| Error::io("creating a pipe", error))?;
     events.forward(incoming)?;
@@ -263,9 +283,9 @@ fn execute(config: &Config) -> Result<End> {
     let starter = Starter {
         config,
         topology: config.topology,
-        program: &program,
+        program,
         is_joint_check: false,
-        folder: &folder,
+        folder,
         master_port,
         console,
         is_bound: can_bind(),
@@ -284,22 +304,21 @@ fn execute(config: &Config) -> Result<End> {
         agent.start_all(|worker| supervisor.workers.push(worker))?;
     }
     let (outcome, remains) = supervisor.watch(&events, &mut agent);
-    watch.iter().for_each(Watch::finish);
     let patience = config.options.shutdown_timeout;
     let (code, patience) = match outcome {
-        Outcome::Success if config.is_check => (check::code(&folder, agent.starter.topology.node_rank), patience),
+        Outcome::Success if config.is_check => (check::code(folder, agent.starter.topology.node_rank), patience),
         Outcome::Success => (0, patience),
         Outcome::Signalled(signal) => (supervisor.code_after(signal), patience.min(UNREAD)),
         Outcome::Failure(_) | Outcome::Elsewhere => {
-            let (workers, topology) = (&supervisor.workers, agent.starter.topology);
-            let error = |worker: &Worker| folder.error(worker.restart_count, worker.local_rank);
-            // Errors told by a worker that succeeded do not count.
-            let errors: Vec<_> =
-                workers.iter().map(|worker| error(worker).filter(|_| !worker.has_succeeded())).collect();
-            let findings = Findings { workers, remains: &remains, errors: &errors, topology };
-            (report::report(&findings, outcome, &agent), patience)
+            (report::report(&mut agent, &supervisor.workers, &remains, outcome), patience)
         }
     };
+    match agent.failure().cloned().filter(|_| matches!(outcome, Outcome::Signalled(_)) && code != 0) {
+        Some(stopped) => agent.fail(stopped),
+        None if code == 0 => agent.succeed(),
+        None => {}
+    }
+    watch.iter().for_each(Watch::finish);
     agent.leave(supervisor.grace_left(), || events.interrupted());
     Ok(End { code, patience, events: Some(events) })
 }

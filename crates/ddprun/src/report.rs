@@ -1,81 +1,50 @@
-//! The report about a failed run, and its exit code. With several nodes, all of them name the same failure.
+//! The end of a failed run: the verdict, on which all nodes agree, is shown and recorded.
 use super::agent::Agent;
 use super::console::message;
-use super::nodes::Report;
-use super::root_cause::{self, Cause};
-use super::summary::Findings;
+use super::output::Remains;
 use super::supervisor::Outcome;
-use candle_ddp_base::host::host_name;
-use candle_ddp_rendezvous::milliseconds;
+use super::verdict::{How, Verdict};
+use super::worker::Worker;
 
-/// Shows the failure, and returns the exit code.
-pub(super) fn report(findings: &Findings, outcome: Outcome, agent: &Agent) -> u8 {
-    let workers = findings.workers;
-    let first = match outcome {
-        Outcome::Failure(first) => Some(first),
-        _ => root_cause::first(workers),
-    };
-    let cause = first.map(|first| root_cause::cause(workers, first, findings.errors, &findings.topology));
-    // The worker that caused the failure may not have failed itself.
-    let failed = [cause.map(|cause| cause.worker), first].into_iter().flatten().filter_map(|index| workers.get(index));
-    let ended = failed.filter(|worker| root_cause::failed(worker)).find_map(|worker| worker.ended);
-    let code = ended.map_or(1, |ended| ended.how.code());
-    if !agent.is_linked() {
-        if let Some(cause) = cause
-            && let Some(text) = findings.first(cause, "")
-        {
-            message(text + &findings.others(Some(cause.worker)));
-        }
-        return code;
-    }
-    let own = cause.and_then(|cause| own_report(findings, cause, code));
-    let root = if agent.is_lost() { None } else { agent.root(own.clone()) };
-    let (why, code) = match agent.failure() {
-        Some((reason, their_code)) => (Some(reason), root.as_ref().map_or(*their_code, |root| root.code)),
-        None => (None, code),
-    };
-    if let Some(reason) = agent.failure().map(|(reason, _)| reason).filter(|_| agent.is_lost()) {
-        // Without the other nodes, nobody knows whether a worker failed first or because of them.
-        let first = own.map(|own| own.text + &findings.others(cause.map(|cause| cause.worker)));
-        let others = Some(findings.others(None)).filter(|text| !text.is_empty());
-        let here = first.or(others.map(|others| format!("on this node{}:{others}", place(findings))));
-        message([Some(reason.clone()), here].into_iter().flatten().collect::<Vec<_>>().join("\n"));
-        return 1;
-    }
-    let others = |except| Some(findings.others(except)).filter(|text| !text.is_empty());
-    // The workers of a check are not to blame for what they have found.
-    let found = findings.errors.iter().flatten().next().filter(|_| agent.starter.is_joint_check);
-    if let Some(found) = found {
-        message(format_args!("--check: the run does not start: {}", found.message.replace('\n', "; ")));
-        return code;
-    }
-    let text = match (root, cause) {
-        (Some(root), Some(cause)) if Some(&root) == own.as_ref() => {
-            root.text + &others(Some(cause.worker)).unwrap_or_default()
-        }
-        (root, _) => {
-            let first = root.map(|root| root.text).or(why.cloned()).unwrap_or_else(|| "the run has failed".to_string());
-            let here = others(None).map(|others| format!("\non this node{}:{others}", place(findings)));
-            first + &here.unwrap_or_default()
-        }
-    };
+/// Shows and records why the run has failed, and returns the exit code.
+pub(super) fn report(agent: &mut Agent, workers: &[Worker], remains: &Remains, outcome: Outcome) -> u8 {
+    let (verdict, text) = decide(agent, workers, remains, outcome);
     message(text);
+    let code = verdict.code;
+    agent.fail(verdict);
     code
 }
 
-/// This node's report to the others about its first failure.
-fn own_report(findings: &Findings, cause: Cause, code: u8) -> Option<Report> {
-    let worker = findings.workers.get(cause.worker)?;
-    Some(Report {
-        rank: worker.rank,
-        killed: root_cause::failed(worker) && root_cause::was_killed(worker),
-        elsewhere: cause.elsewhere,
-        at: worker.ended.map_or(u64::MAX, |ended| milliseconds(ended.at)),
-        code,
-        text: findings.first(cause, &place(findings))?,
-    })
-}
-
-fn place(findings: &Findings) -> String {
-    format!(" on host {} (node {})", host_name(), findings.topology.node_rank)
+/// The verdict, and what this machine shows.
+fn decide(agent: &Agent, workers: &[Worker], remains: &Remains, outcome: Outcome) -> (Verdict, String) {
+    let findings = agent.judge.examine(workers, Some(remains), agent.starter.topology);
+    let first = if let Outcome::Failure(first) = outcome { Some(first) } else { None };
+    let own = findings.verdict(first);
+    let others = |except| Some(findings.others(except)).filter(|text| !text.is_empty());
+    let here = || Some(format!("on this node{}:{}", findings.place(), others(None)?));
+    let whole = |(index, own): &(usize, Verdict)| own.summary() + &findings.others(Some(*index));
+    // Without the other nodes, nobody knows whether a worker failed first or because of them.
+    let is_final = |failure: &&Verdict| agent.is_lost() || failure.how == How::NotStarted;
+    if let Some(failure) = agent.failure().filter(is_final) {
+        let here = own.as_ref().map(whole).or_else(here);
+        let text = [Some(failure.text.clone()), here].into_iter().flatten().collect::<Vec<_>>().join("\n");
+        let evidence = own.map(|(_, own)| own.evidence).unwrap_or_default();
+        let code = if agent.is_lost() { 1 } else { failure.code };
+        return (Verdict { evidence, code, ..failure.clone() }, text);
+    }
+    let own_verdict = own.as_ref().map(|(_, own)| own);
+    let agreed = if agent.is_linked() { agent.agree(own_verdict.cloned()) } else { None };
+    let verdict = agreed.or_else(|| agent.failure().cloned()).or_else(|| own_verdict.cloned());
+    let verdict = verdict.unwrap_or_else(|| Verdict::now(How::Unknown, 1, "the run has failed"));
+    // The workers of a check are not to blame for what they have found.
+    if let Some(found) = findings.any_error().filter(|_| agent.starter.is_joint_check) {
+        let text = format!("--check: the run does not start: {}", found.message.replace('\n', "; "));
+        return (Verdict { code: verdict.code, ..Verdict::now(How::NotStarted, 1, text.clone()) }, text);
+    }
+    let is_here = |own: &&(usize, Verdict)| own.1.evidence.process == verdict.evidence.process;
+    let text = match own.as_ref().filter(is_here) {
+        Some(own) => whole(own),
+        None => verdict.summary() + &here().map(|here| format!("\n{here}")).unwrap_or_default(),
+    };
+    (verdict, text)
 }

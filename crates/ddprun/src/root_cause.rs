@@ -10,6 +10,8 @@ pub(super) struct Cause {
     pub(super) worker: usize,
     /// The rank that the worker's error names, if that rank runs on another machine.
     pub(super) elsewhere: Option<usize>,
+    /// The worker whose error has named the rank, by its index.
+    pub(super) told_by: Option<usize>,
 }
 
 /// Returns the cause of a failure in which worker `first` was the first to fail. `errors` holds what each worker has
@@ -23,21 +25,25 @@ pub(super) struct Cause {
 pub(super) fn cause(workers: &[Worker], first: usize, errors: &[Option<WorkerError>], topology: &Topology) -> Cause {
     let killed = workers.iter().enumerate().filter(|(_, worker)| failed(worker) && was_killed(worker));
     if let Some((worker, _)) = killed.min_by_key(|(_, worker)| worker.ended.map(|ended| ended.after)) {
-        return Cause { worker, elsewhere: None };
+        return Cause { worker, elsewhere: None, told_by: None };
     }
+    let mut told_by = None;
     let mut seen = vec![first];
     let mut worker = first;
     while let Some(rank) = culprit(errors, worker) {
         match workers.iter().position(|worker| worker.rank == rank) {
             Some(next) if !seen.contains(&next) && may_be_to_blame(workers, next) => {
                 seen.push(next);
-                worker = next;
+                (told_by, worker) = (Some(worker), next);
             }
             Some(_) => break,
-            None => return Cause { worker, elsewhere: (rank < topology.world_size()).then_some(rank) },
+            None if rank < topology.world_size() => {
+                return Cause { worker, elsewhere: Some(rank), told_by: Some(worker) };
+            }
+            None => break,
         }
     }
-    Cause { worker, elsewhere: None }
+    Cause { worker, elsewhere: None, told_by }
 }
 
 /// The rank that worker `index` has reported as the cause of its failure.
@@ -101,7 +107,7 @@ mod tests {
     const TOPOLOGY: Topology = Topology { nodes: 2, node_rank: 0, local_world_size: 4 };
 
     fn found(workers: &[Worker], errors: &[Option<WorkerError>]) -> (usize, Option<usize>) {
-        let Cause { worker, elsewhere } = cause(workers, first(workers).unwrap(), errors, &TOPOLOGY);
+        let Cause { worker, elsewhere, .. } = cause(workers, first(workers).unwrap(), errors, &TOPOLOGY);
         (worker, elsewhere)
     }
 

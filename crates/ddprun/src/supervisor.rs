@@ -1,7 +1,7 @@
 //! Supervising the workers: the first failure ends them all, signals are forwarded, and no process is left behind.
 mod news;
 
-use super::agent::{Agent, Verdict};
+use super::agent::{Agent, Reaction};
 use super::console::{Console, message};
 use super::descendants::{Descendants, Process};
 use super::error::Result;
@@ -217,8 +217,8 @@ impl Supervisor {
     fn leave(&mut self, number: i32, agent: &mut Agent) {
         self.outcome = Outcome::Signalled(number);
         self.is_decided = true;
-        agent.stop(number);
         let reason = format!("ddprun received {}", signal::name(number));
+        agent.stop(number, &reason);
         if self.is_spare {
             message(format_args!("{}: {UNNEEDED}", signal::name(number)));
         }
@@ -265,15 +265,16 @@ impl Supervisor {
             return Next::Wait;
         }
         if std::mem::take(&mut self.restarting) {
+            let first = if let Outcome::Failure(first) = self.outcome { Some(first) } else { None };
+            agent.judge_attempt(&self.workers, first);
             if agent.is_linked() {
-                agent.tell(Message::Ended);
                 self.phase = Phase::Waiting(None);
                 return Next::Wait;
             }
             return match self.restart(agent) {
                 Ok(()) => Next::Again,
                 Err(error) => {
-                    message(format_args!("the workers cannot be restarted: {error}"));
+                    agent.set_not_started(format!("the workers cannot be restarted: {error}"), error.exit_code());
                     Next::Over
                 }
             };
@@ -389,18 +390,18 @@ impl Supervisor {
             match agent.on_exit(worker) {
                 // The others end anyway: the ranks of an elastic run without this one, or with an error.
                 _ if is_stopping => {}
-                Verdict::Continue => {}
-                Verdict::Replaced(replacement) => *worker = replacement,
-                Verdict::RestartAll => {
+                Reaction::Continue => {}
+                Reaction::Replaced(replacement) => *worker = replacement,
+                Reaction::RestartAll => {
                     (self.outcome, self.restarting) = (Outcome::Failure(index), true);
                     self.end(Signal::TERM);
                 }
-                Verdict::Reported => {
+                Reaction::Reported => {
                     if self.outcome == Outcome::Success {
                         self.outcome = Outcome::Failure(index);
                     }
                 }
-                Verdict::Fail => {
+                Reaction::Fail => {
                     self.outcome = Outcome::Failure(index);
                     self.phase = Phase::Settling(Instant::now() + SETTLE);
                 }

@@ -53,9 +53,9 @@ impl Watch {
         Ok(Some(watch))
     }
 
-    /// Records the last reports, when all workers have ended.
+    /// Records the last reports and the last failure, when all workers have ended.
     pub(super) fn finish(&self) {
-        match self.source.snapshot() {
+        match self.source.now() {
             Ok(snapshot) => lock(&self.recorder).record(&snapshot, true),
             Err(error) => log::debug!("the last status of the run is unknown: {error}"),
         }

@@ -3,7 +3,7 @@ use super::config::{Config, Topology};
 use super::console::{Console, Target};
 use super::environment::Incarnation;
 use super::error::{Error, Result};
-use super::folder::RunFolder;
+use super::folder::{RunFolder, STDERR, STDOUT};
 use super::lines::Lines;
 use super::numa::OnCpus;
 use super::output::{Intake, Source};
@@ -16,6 +16,7 @@ use rustix::fs::{Access, access};
 use rustix::io::Errno;
 use rustix::process::{Pid, WaitStatus};
 use rustix::thread::CpuSet;
+use serde::{Deserialize, Serialize};
 use std::ffi::OsStr;
 use std::io::ErrorKind;
 use std::os::fd::OwnedFd;
@@ -25,10 +26,12 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, SystemTime};
 
 /// How a process ended.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) enum Exit {
     Code(i32),
     Signal(i32),
+    /// The process that was to take its place was not started.
+    NotReplaced,
 }
 
 impl Exit {
@@ -46,8 +49,18 @@ impl Exit {
             Self::Code(code) => code,
             // Another node may tell any number.
             Self::Signal(signal) => signal.saturating_add(128),
+            Self::NotReplaced => 1,
         };
         u8::try_from(code).unwrap_or(u8::MAX)
+    }
+
+    /// The code, or the signal.
+    pub(super) fn numbers(self) -> (Option<i32>, Option<i32>) {
+        match self {
+            Self::Code(code) => (Some(code), None),
+            Self::Signal(signal) => (None, Some(signal)),
+            Self::NotReplaced => (None, None),
+        }
     }
 }
 
@@ -56,6 +69,7 @@ impl std::fmt::Display for Exit {
         match self {
             Self::Code(code) => write!(formatter, "exited with code {code}"),
             Self::Signal(number) => write!(formatter, "was killed by {}", signal::name(*number)),
+            Self::NotReplaced => formatter.write_str("was not replaced, because a signal ends the run"),
         }
     }
 }
@@ -204,8 +218,8 @@ impl Starter<'_> {
         let log_file = |name| self.folder.log_file(restart_count, local_rank, name);
         let file = match target {
             _ if !(redirect || tee) => None,
-            Target::Stdout => Some(log_file("stdout.log")?),
-            Target::Stderr => Some(log_file("stderr.log")?),
+            Target::Stdout => Some(log_file(STDOUT)?),
+            Target::Stderr => Some(log_file(STDERR)?),
         };
         let rank = self.topology.rank(local_rank);
         let filter = config.options.local_ranks_filter.as_ref().filter(|_| !self.is_joint_check);

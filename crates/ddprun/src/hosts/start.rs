@@ -349,7 +349,7 @@ fn reap(agents: &mut [Agent], failed: &mut Option<Failed>, deadline: &mut Option
         // The agents of a run end together, and say why.
         let alone = match how {
             Exit::Signal(_) | Exit::Code(NO_CONNECTION | 2 | 126 | 127) => None,
-            Exit::Code(_) => Instant::now().checked_add(TOGETHER),
+            Exit::Code(_) | Exit::NotReplaced => Instant::now().checked_add(TOGETHER),
         };
         let first = failed.get_or_insert(Failed { host: agent.host.clone(), how, alone });
         if alone.is_none() {

@@ -2,11 +2,14 @@
 use super::message::{Entry, Message, Slot, Welcome};
 use super::run::{Action, Run};
 use super::terms::{Pace, Terms, version};
-use super::{INBOX, PREFIX, ROOT, beat_key, decode, encode, entry_key, node_rank_key, welcome_key};
+use super::{INBOX, PREFIX, VERDICT, beat_key, decode, encode, entry_key, node_rank_key, welcome_key};
 use crate::console::message;
 use crate::error::Result;
 use crate::signal;
 use crate::status::{RUN_STATUS, RunStatus};
+use crate::verdict::{How, Verdict};
+use crate::worker::Exit;
+use candle_ddp_base::host::host_name;
 use candle_ddp_base::thread;
 use candle_ddp_base::warnings::Warnings;
 use candle_ddp_rendezvous::liveness::Silence;
@@ -29,10 +32,19 @@ const STATUS_INTERVAL: Duration = Duration::from_secs(1);
 /// How many messages are heard before the signs of life and the time get their turn.
 const MESSAGES: usize = 1024;
 
+/// The end of a run.
+pub(crate) struct Ended {
+    pub(crate) code: u8,
+    pub(crate) reason: String,
+    /// How often any worker was restarted.
+    pub(crate) restarts: u32,
+    /// The verdict, if it has failed.
+    pub(crate) verdict: Option<Verdict>,
+}
+
 /// The coordinator's thread.
 pub(crate) struct Coordinator {
-    /// Returns the run's exit code, and the reason.
-    thread: JoinHandle<(u8, String)>,
+    thread: JoinHandle<Ended>,
     /// Once none of the nodes hosts the store: where a signal to this process is noted.
     alone: Arc<OnceLock<Arc<AtomicUsize>>>,
     /// Whether nodes may come that do not know that the run was called off.
@@ -63,6 +75,7 @@ impl Coordinator {
             tell_at: Instant::now(),
             warnings: Warnings::new("the coordinator of the nodes"),
             end: None,
+            verdict: None,
             awaits_news: Arc::clone(&awaits_news),
         };
         let told = Arc::clone(&alone);
@@ -71,10 +84,11 @@ impl Coordinator {
     }
 
     /// Coordinates a run none of whose nodes hosts the store, until it is over. It ends on all nodes once `signal` has the number of a
-    /// signal. Returns its exit code, and the reason.
-    pub(crate) fn serve_alone(self, signal: Arc<AtomicUsize>) -> (u8, String) {
+    /// signal.
+    pub(crate) fn serve_alone(self, signal: Arc<AtomicUsize>) -> Ended {
         self.alone.get_or_init(|| signal);
-        self.thread.join().unwrap_or_else(|_| (1, "the coordinator of the nodes has ended: this is a bug".to_string()))
+        let bug = || "the coordinator of the nodes has ended: this is a bug".to_string();
+        self.thread.join().unwrap_or_else(|_| Ended { code: 1, reason: bug(), restarts: 0, verdict: None })
     }
 
     /// Waits until no agent needs the coordinator any more, but no longer than `until`, or until `interrupted`.
@@ -95,14 +109,16 @@ impl Coordinator {
     }
 }
 
-fn serve(mut desk: Desk, mut run: Run, pace: &Pace, alone: &OnceLock<Arc<AtomicUsize>>) -> (u8, String) {
+fn serve(mut desk: Desk, mut run: Run, pace: &Pace, alone: &OnceLock<Arc<AtomicUsize>>) -> Ended {
     let mut tick = Instant::now() + pace.keep_alive_interval;
     while !run.is_over() {
         run.has_host |= alone.get().is_some();
         let number = alone.get().map_or(0, |signal| signal.load(Ordering::Relaxed));
         if number > 0 && !run.has_ended() {
             let number = i32::try_from(number).unwrap_or(SIGTERM);
-            run.end(format!("the host of the store received {}", signal::name(number)), Some(number));
+            let text = format!("the host of the store received {}", signal::name(number));
+            let stopped = Verdict::now(How::Stopped, Exit::Signal(number).code(), text);
+            run.fail(Verdict { signal: Some(number), host: Some(host_name()), ..stopped }, None);
         }
         let now = Instant::now();
         let worked = if now >= tick {
@@ -116,11 +132,17 @@ fn serve(mut desk: Desk, mut run: Run, pace: &Pace, alone: &OnceLock<Arc<AtomicU
         if let Err(error) = worked.and_then(|()| desk.carry_out(&mut run)).and_then(|()| desk.tell(&run)) {
             // The store is in this process, so only the end of the process takes it away.
             log::debug!("the coordinator: {error}");
-            return (1, error.to_string());
+            let restarts = run.restart_count;
+            return Ended { code: 1, reason: error.to_string(), restarts, verdict: None };
         }
     }
-    let (code, reason) = desk.end.unwrap_or_else(|| (run.exit_code, "the run has ended".to_string()));
-    (if run.has_saved() { 0 } else { code }, reason)
+    let code = run.why.as_ref().map_or(0, |why| why.code);
+    let (code, reason) = desk.end.take().unwrap_or_else(|| (code, "the run has ended".to_string()));
+    let restarts = run.restart_count;
+    match run.has_saved() {
+        true => Ended { code: 0, reason, restarts, verdict: None },
+        false => Ended { code, reason, restarts, verdict: desk.verdict.or(run.why) },
+    }
 }
 
 struct Desk {
@@ -137,6 +159,7 @@ struct Desk {
     warnings: Warnings,
     /// The exit code of the run, and the reason, once it has ended.
     end: Option<(u8, String)>,
+    verdict: Option<Verdict>,
     awaits_news: Arc<AtomicBool>,
 }
 
@@ -202,9 +225,13 @@ impl Desk {
                     self.keys.set(&welcome_key(slot), &encode(&welcome))?;
                 }
                 Action::Clear => self.store.delete_all_except(&[PREFIX, RUN_ID, RUN_STATUS, BEGUN])?,
-                Action::Root(report) => {
-                    self.keys.set(ROOT, &encode(&report))?;
-                    self.end = report.map(|report| (report.code, report.text)).or(self.end.take());
+                Action::Conclude(verdict) => {
+                    // Before the nodes know, and end.
+                    self.tell_at = Instant::now();
+                    self.tell(run)?;
+                    self.keys.set(VERDICT, &encode(&verdict))?;
+                    self.end = Some((verdict.code, verdict.summary()));
+                    self.verdict = Some(verdict);
                 }
             }
         }

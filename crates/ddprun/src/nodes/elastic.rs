@@ -1,8 +1,9 @@
 //! Runs of `candle_ddp::elastic::run` over several nodes: when some processes end, the others keep running.
 use super::message::{Admission, Entry, Exited, Replacement, Slot};
 use super::run::{Action, Check, Run, State};
-use crate::judge::{self, End, Verdict};
+use crate::consequence::{self, Consequence, End};
 use crate::members::Members;
+use crate::verdict::Verdict;
 use candle_ddp_rendezvous::Member;
 
 /// The end of ranks that are too few to continue.
@@ -20,41 +21,40 @@ impl Run {
     }
 
     /// Decides what follows when the process of a rank has ended.
-    pub(super) fn judge(&mut self, slot: Slot, exited: &Exited) {
-        let Exited { rank, ref how, code } = *exited;
-        let what = format!("rank {rank} on {} {how}", self.name(slot));
-        let failed = code != 0;
-        if failed {
-            self.note_failure(&what);
-        }
+    pub(super) fn judge(&mut self, slot: Slot, exited: Exited) {
+        let Exited { rank, exit } = exited;
+        let (how, code, verdict) = (exit.to_string(), exit.code(), self.verdict_on(slot, exited));
+        let (what, failed) = (verdict.text.clone(), code != 0);
         if self.check == Check::Running && failed {
             // Nothing is restarted: the machines are what they are.
-            return self.fail(format!("{what}, in the check before the run (--check)"), code, Some(slot));
+            let text = format!("{what}, in the check before the run (--check)");
+            return self.fail(Verdict { text, ..verdict }, Some(slot));
         }
         let min_world_size = self.elastic();
         let elastic = self.processes.as_mut().zip(min_world_size);
-        let judged = judge::on_exit(elastic, End { rank, how, what: &what, failed }, &mut self.restarts);
+        let judged = consequence::on_exit(elastic, End { rank, how: &how, what: &what, failed }, &mut self.restarts);
         // If the process of the store ends, this one ends with it, so its calls do not fail.
-        let (verdict, reason) =
-            judged.unwrap_or((if failed { Verdict::Fail } else { Verdict::Continue }, String::new()));
+        let (next, reason) =
+            judged.unwrap_or((if failed { Consequence::Fail } else { Consequence::Continue }, String::new()));
         if self.restarts.stopped_by.is_some() {
             // No node needs to know: their workers end anyway.
-            if verdict == Verdict::ScaleDown && !self.restarts.have_asked_for(code) {
+            if next == Consequence::ScaleDown && !self.restarts.have_asked_for(code) {
                 log::warn!("{reason}");
             }
             return;
         }
-        let entry = match verdict {
-            Verdict::Continue | Verdict::EndRanks => return,
-            Verdict::Fail => return self.fail(what, code, Some(slot)),
-            Verdict::RestartAll => return self.restart(reason),
-            Verdict::Replace => {
+        let entry = match next {
+            Consequence::Continue | Consequence::EndRanks => return,
+            Consequence::Fail => return self.fail(verdict, Some(slot)),
+            Consequence::RestartAll => return self.restart(reason, Some(verdict), Some(slot)),
+            Consequence::Replace => {
                 self.restart_count += 1;
                 let incarnation = self.processes.as_ref().map_or(0, |processes| processes.incarnation(rank));
                 Entry::Replace(Replacement { slot, rank, incarnation, restart_count: self.restart_count, reason })
             }
-            Verdict::ScaleDown => Entry::ScaleDown { slot, rank: Some(rank), reason },
+            Consequence::ScaleDown => Entry::ScaleDown { slot, rank: Some(rank), reason },
         };
+        self.survive(verdict);
         self.actions.push(Action::Write(entry));
     }
 

@@ -1,9 +1,10 @@
 //! An agent's connection to the coordinator of its run.
 use super::coordinator::Coordinator;
-use super::message::{Entry, Message, Node, Report, Slot, Welcome};
+use super::message::{Entry, Message, Node, Slot, Welcome};
 use super::terms::{Pace, Terms};
-use super::{INBOX, PREFIX, ROOT, SLOTS, beat_key, decode, encode, entry_key, node_rank_key, welcome_key};
+use super::{INBOX, PREFIX, SLOTS, VERDICT, beat_key, decode, encode, entry_key, node_rank_key, welcome_key};
 use crate::error::Result;
+use crate::verdict::Verdict;
 use candle_ddp_base::deadline::deadline_after;
 use candle_ddp_base::thread;
 use candle_ddp_rendezvous::{PrefixStore, Secret, Store, TcpStore, TcpStoreOptions, json};
@@ -48,7 +49,7 @@ impl Address {
 /// The connection. Its threads end when it is dropped, or with the process.
 pub(crate) struct Link {
     outbox: Sender<Message>,
-    root: Receiver<Option<Report>>,
+    verdict: Receiver<Verdict>,
     speaker: JoinHandle<()>,
     is_connected: Arc<AtomicBool>,
     coordinator: Option<Coordinator>,
@@ -64,7 +65,7 @@ impl Link {
         tell: impl Fn(News) + Clone + Send + 'static,
     ) -> Result<Self> {
         let (outbox, messages) = channel();
-        let (reporter, root) = channel();
+        let (reporter, verdict) = channel();
         let pace = pace.clone();
         let is_connected = Arc::new(AtomicBool::new(false));
         let connected = Arc::clone(&is_connected);
@@ -74,7 +75,7 @@ impl Link {
             }
         };
         let speaker = thread::spawn("ddprun-speaker", speak)?;
-        Ok(Self { outbox, root, speaker, is_connected, coordinator })
+        Ok(Self { outbox, verdict, speaker, is_connected, coordinator })
     }
 
     /// Sends the coordinator a message, as soon as there is a connection.
@@ -83,12 +84,12 @@ impl Link {
         let _ = self.outbox.send(message);
     }
 
-    /// Reports the first failure on this node in a run that has failed, and returns the failure that caused all others,
-    /// if any node knows it.
-    pub(crate) fn root(&self, own: Option<Report>) -> Option<Report> {
+    /// Reports the verdict on this node's workers in a run that has failed, and returns the one on which all nodes agree, if it
+    /// comes in time.
+    pub(crate) fn agree(&self, own: Option<Verdict>) -> Option<Verdict> {
         self.tell(Message::Report(own));
         // The others' reports may take that long, plus some time to arrive.
-        self.root.recv_timeout(super::reports::REPORTS + Duration::from_secs(1)).ok().flatten()
+        self.verdict.recv_timeout(super::reports::REPORTS + Duration::from_secs(1)).ok()
     }
 
     /// Says goodbye. If this process hosts the store, waits until the others have done so as well: for a moment, or for
@@ -126,7 +127,7 @@ fn speak(
     pace: &Pace,
     is_connected: &AtomicBool,
     messages: &Receiver<Message>,
-    root: Sender<Option<Report>>,
+    verdict: Sender<Verdict>,
     tell: &(impl Fn(News) + Clone + Send + 'static),
 ) -> std::result::Result<(), News> {
     // The host of the store may come late; afterwards, it must answer each call at once.
@@ -161,7 +162,7 @@ fn speak(
     let listener = PrefixStore::new(PREFIX, Arc::new(address.connect(pace.patience())?) as Arc<dyn Store>);
     let told = tell.clone();
     let listen = move || {
-        if let Err(error) = listen(&listener, (slot, from), &root, &told) {
+        if let Err(error) = listen(&listener, (slot, from), &verdict, &told) {
             told(gone(&error));
         }
     };
@@ -190,7 +191,7 @@ fn speak(
 fn listen(
     keys: &PrefixStore,
     (slot, from): (Slot, u64),
-    root: &Sender<Option<Report>>,
+    verdict: &Sender<Verdict>,
     tell: &impl Fn(News),
 ) -> candle_ddp_rendezvous::Result<()> {
     let read = |key: &str| {
@@ -207,7 +208,7 @@ fn listen(
         tell(News::Entry(entry));
         if is_failure {
             // If the agent has ended without it, nobody listens.
-            let _ = root.send(decode(ROOT, &read(ROOT)?)?);
+            let _ = verdict.send(decode(VERDICT, &read(VERDICT)?)?);
         }
         if is_last {
             break;

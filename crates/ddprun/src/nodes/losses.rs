@@ -1,6 +1,7 @@
 //! How a run continues, or ends, when a node leaves or is lost.
 use super::message::{Entry, Slot};
 use super::run::{Action, Check, Run, State};
+use crate::verdict::Verdict;
 
 impl Run {
     /// A node leaves voluntarily.
@@ -34,11 +35,11 @@ impl Run {
             }
             State::Meeting { .. } if self.is_static => {
                 self.nodes.remove(&slot);
-                self.end(reason, signal);
+                self.fail(self.loss(slot, reason, signal), None);
             }
             State::Running { .. } | State::Stopping { .. } | State::Meeting { .. } if hosts => {
                 self.nodes.remove(&slot);
-                self.end(format!("{reason}. It hosts the store"), signal);
+                self.fail(self.loss(slot, format!("{reason}. It hosts the store"), signal), None);
             }
             _ => self.lose(slot, reason, signal),
         }
@@ -67,14 +68,14 @@ impl Run {
     /// Continues without a node, or ends the run. `signal` is the signal that ended the node, if any.
     fn lose(&mut self, slot: Slot, reason: String, signal: Option<i32>) {
         self.nodes.remove(&slot);
+        let loss = self.loss(slot, reason.clone(), signal);
         let is_running = matches!(&self.state, State::Running { members, .. } if members.contains(&slot));
-        if is_running {
-            self.note_failure(&reason);
-        }
-        if is_running && !self.fill_in(slot, &reason) && !self.scale_down(slot, &reason, signal) {
-            self.replace_lost(reason.clone(), signal);
+        if is_running && (self.fill_in(slot, &reason) || self.scale_down(slot, &reason, signal)) {
+            self.survive(loss);
+        } else if is_running {
+            self.replace_lost(loss);
         } else if matches!(self.state, State::Stopping { .. }) && self.is_static && self.members.contains(&slot) {
-            self.end(reason.clone(), signal);
+            self.fail(loss, None);
         }
         let saves = signal.is_some() && matches!(self.state, State::Signalled);
         if !saves {
@@ -82,27 +83,29 @@ impl Run {
         }
     }
 
-    fn replace_lost(&mut self, reason: String, signal: Option<i32>) {
+    fn replace_lost(&mut self, loss: Verdict) {
+        let reason = loss.text.clone();
         let left = self.nodes.len().min(self.terms.max_nodes);
         let least = self.terms.min_nodes;
         if self.is_static {
-            self.end(reason, signal);
+            self.fail(loss, None);
         } else if left >= least {
-            self.restart(format!("{reason}. Restarting all workers, on {left} node(s)"));
+            self.restart(format!("{reason}. Restarting all workers, on {left} node(s)"), Some(loss), None);
         } else if self.restarts.are_left() {
             self.restarts.used += 1;
-            self.restart(format!("{reason}. All workers will be restarted once {least} node(s) are there"));
+            let reason = format!("{reason}. All workers will be restarted once {least} node(s) are there");
+            self.restart(reason, Some(loss), None);
         } else {
             let few = format!("The {left} remaining node(s) are fewer than --nnodes requires ({least})");
-            self.end(format!("{reason}. {few}"), signal);
+            self.fail(Verdict { text: format!("{reason}. {few}"), ..loss }, None);
         }
     }
 
     /// No longer waits for a node, which is gone for `reason`.
     pub(super) fn forget(&mut self, slot: Slot, reason: &str) {
         match &mut self.state {
-            State::Stopping { awaited } => {
-                awaited.remove(&slot);
+            State::Stopping { reports } => {
+                reports.forget(slot);
                 self.meet_when_stopped();
             }
             State::Ending { reports: Some(reports) } => {

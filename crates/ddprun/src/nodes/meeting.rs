@@ -2,6 +2,7 @@
 use super::message::{Entry, Node, Round, Slot};
 use super::run::{Action, Check, Run, State};
 use crate::members::Members;
+use crate::verdict::{How, Verdict};
 use candle_ddp_base::text::some;
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -23,8 +24,7 @@ impl Run {
         let refusal = match &difference {
             Some(difference) => Some(difference.text("here")),
             None if self.has_ended() => {
-                let failure = self.last_failure.as_ref().filter(|_| self.exit_code != 0);
-                let why = failure.map(|failure| format!(": {}", failure.text)).unwrap_or_default();
+                let why = self.why.as_ref().map(|why| format!(": {}", why.text)).unwrap_or_default();
                 Some(format!("the run has ended{why}"))
             }
             None => node.node_rank.filter(|_| self.is_static).and_then(twice).or_else(|| lacks.clone()),
@@ -45,7 +45,7 @@ impl Run {
             match is_fatal && !self.has_ended() {
                 true => {
                     self.is_called_off = self.rounds == 0;
-                    self.fail(reason, 1, None);
+                    self.fail(Verdict { host: Some(host), ..Verdict::now(How::NotStarted, 1, reason) }, None);
                 }
                 false => self.warnings.warn(format_args!("the ddprun on host {host} is refused: {reason}")),
             }
@@ -57,9 +57,9 @@ impl Run {
             && members.len() < self.terms.max_nodes
             && !self.admit(slot, "a node has joined")
         {
-            self.restart(format!("a node has joined (host {host}): restarting all workers, on {} nodes", {
-                self.nodes.len().min(self.terms.max_nodes)
-            }));
+            let nodes = self.nodes.len().min(self.terms.max_nodes);
+            let reason = format!("a node has joined (host {host}): restarting all workers, on {nodes} nodes");
+            self.restart(reason, None, None);
         }
     }
 
@@ -73,7 +73,8 @@ impl Run {
             *enough_since = None;
             if now.duration_since(since) >= self.pace.join_timeout {
                 let seconds = self.pace.join_timeout.as_secs_f64();
-                self.fail(format!("{there} of {least} nodes joined within {seconds} s{}", self.absent()), 1, None);
+                let text = format!("{there} of {least} nodes joined within {seconds} s{}", self.absent());
+                self.fail(Verdict::now(How::NotStarted, 1, text), None);
             } else if now.duration_since(since) >= NOTICE && !std::mem::replace(&mut self.is_awaited, true) {
                 log::warn!("{there} of {least} nodes have joined: waiting for the others");
             }
@@ -121,7 +122,7 @@ impl Run {
         for (slot, hosts, reason) in &unfit {
             if self.is_static || *hosts {
                 // Without this node there is no run.
-                self.fail(reason.clone(), 1, None);
+                self.fail(self.verdict_of(*slot, How::NotStarted, 1, reason.clone()), None);
                 break;
             }
             self.nodes.remove(slot);

@@ -1,6 +1,8 @@
 //! The messages between the agents of a run and its coordinator. They travel as JSON through the store.
 use super::terms::{Terms, older};
 use crate::check::Fitness;
+use crate::verdict::Verdict;
+use crate::worker::Exit;
 use serde::{Deserialize, Serialize};
 
 /// The number of a node, in the order in which the agents of a run have joined. A node that comes back gets a new one.
@@ -31,12 +33,12 @@ pub(crate) enum Message {
     Exited(Exited),
     /// All its workers have exited with 0.
     Finished,
-    /// None of its workers remains; it waits for the next round.
-    Ended,
+    /// None of its workers remains; it waits for the next round. With the verdict on them, if any has failed by itself.
+    Ended(Option<Verdict>),
     /// It no longer waits for the others, or was told to end, perhaps by a signal.
     Leave { reason: String, signal: Option<i32> },
-    /// The first failure among its workers, after all of them have ended; `None` if only others have failed.
-    Report(Option<Report>),
+    /// The verdict on its workers, after all of them have ended; `None` if only others have failed.
+    Report(Option<Verdict>),
     /// It no longer needs the store.
     Bye,
     /// Its connection has closed. The store sends this in its name, as its last will. After a goodbye, it means
@@ -45,29 +47,10 @@ pub(crate) enum Message {
 }
 
 /// How the process of a rank has ended.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Exited {
     pub(crate) rank: usize,
-    /// How its process ended, as in "exited with code 1".
-    pub(crate) how: String,
-    /// The exit code that ddprun derives from it.
-    pub(crate) code: u8,
-}
-
-/// How a worker failed, from the node on which it ran.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Report {
-    pub(crate) rank: usize,
-    /// It was killed, so no other worker caused its failure.
-    pub(crate) killed: bool,
-    /// The rank on another node that its error names.
-    pub(crate) elsewhere: Option<usize>,
-    /// When it ended, in milliseconds since 1970.
-    pub(crate) at: u64,
-    /// The exit code of ddprun.
-    pub(crate) code: u8,
-    /// Its report: how it ended, and its last output.
-    pub(crate) text: String,
+    pub(crate) exit: Exit,
 }
 
 /// An entry of the coordinator's log, which all agents read in order.
@@ -77,6 +60,8 @@ pub(crate) enum Entry {
     Start(Round),
     /// All end their workers, to restart them.
     Restart { reason: String },
+    /// A failure after which the run continues.
+    Failure(Verdict),
     /// In an elastic run, a process takes the place of one that has ended, and all others continue.
     Replace(Replacement),
     /// In an elastic run, the others continue without the process of this rank, or without the whole node.

@@ -28,9 +28,9 @@ mod terms;
 #[cfg(test)]
 mod tests;
 
-pub(super) use coordinator::Coordinator;
+pub(super) use coordinator::{Coordinator, Ended};
 pub(super) use link::{Address, Link, News};
-pub(super) use message::{Admission, Entry, Exited, Message, Node, Replacement, Report, Round, Slot};
+pub(super) use message::{Admission, Entry, Exited, Message, Node, Replacement, Round, Slot};
 pub(super) use terms::{Pace, Terms, version};
 
 use candle_ddp_rendezvous::json::{self, encode};
@@ -41,8 +41,8 @@ const PREFIX: &str = "candle_ddp/nodes";
 const SLOTS: &str = "slots";
 /// The queue of messages to the coordinator.
 const INBOX: &str = "inbox";
-/// The report about the failure that caused the others, after a failed run.
-const ROOT: &str = "root";
+/// The verdict, after a failed run.
+const VERDICT: &str = "verdict";
 
 fn beat_key(slot: Slot) -> String {
     format!("beat/{slot}")

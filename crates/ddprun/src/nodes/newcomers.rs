@@ -43,7 +43,7 @@ fn the_run_starts_after_a_check_without_findings_and_counts_no_restart() {
         (0..2).for_each(|slot| fixture.tell(slot, Message::Finished));
         let reason = fixture.restart_reason();
         assert_eq!(reason, "the connections between the 2 nodes are fit (--check): the run starts");
-        (0..2).for_each(|slot| fixture.tell(slot, Message::Ended));
+        (0..2).for_each(|slot| fixture.tell(slot, Message::Ended(None)));
         assert_eq!(fixture.actions(), [Action::Clear, start(0, 0, &[0, 1])]);
         (0..2).for_each(|slot| fixture.tell(slot, Message::Finished));
         assert_eq!(fixture.entries(), [Entry::Done]);
@@ -69,7 +69,7 @@ fn a_node_that_leaves_or_comes_during_the_check_changes_who_is_checked() {
     let mut fixture = in_check(false, 1, 0);
     fixture.tell(1, Message::Gone);
     fixture.restart_reason();
-    fixture.tell(0, Message::Ended);
+    fixture.tell(0, Message::Ended(None));
     // A single node has no connections, and a restart that no worker has seen does not count.
     assert_eq!(fixture.actions(), [Action::Clear, start(0, 0, &[0])]);
 }
@@ -176,7 +176,7 @@ fn all_start_again_with_a_spare() {
     fixture.join(2);
     fixture.tell(1, Message::Gone);
     fixture.restart_reason();
-    fixture.tell(0, Message::Ended);
+    fixture.tell(0, Message::Ended(None));
     assert_eq!(fixture.actions(), [Action::Clear, start(1, 1, &[0, 2])]);
 }
 

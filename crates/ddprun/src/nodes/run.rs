@@ -2,12 +2,12 @@
 //! and go in `meeting` and `losses`.
 //!
 //! It has no clock: call `on_time` with the time after every event.
-use super::message::{Entry, Exited, Message, Node, Report, Round, Slot};
+use super::message::{Entry, Exited, Message, Node, Round, Slot};
 use super::reports::Reports;
 use super::terms::{Pace, Terms};
-use crate::judge::Restarts;
+use crate::consequence::Restarts;
 use crate::members::Members;
-use crate::status::LastFailure;
+use crate::verdict::{How, Verdict};
 use crate::worker::Exit;
 use candle_ddp_base::warnings::Warnings;
 use candle_ddp_rendezvous::Store;
@@ -28,8 +28,8 @@ pub(super) enum Action {
     Welcome(Slot, Option<String>),
     /// Removes the keys that workers of an earlier round have left in the store.
     Clear,
-    /// The failure that caused the others.
-    Root(Option<Report>),
+    /// The verdict on the run, which has failed.
+    Conclude(Verdict),
 }
 
 #[derive(Debug)]
@@ -38,8 +38,8 @@ pub(super) enum State {
     Meeting { since: Option<Instant>, enough_since: Option<Instant> },
     /// These nodes run workers.
     Running { members: Vec<Slot>, finished: BTreeSet<Slot>, suspicion: Option<Suspicion> },
-    /// Workers are ended on these nodes, before all are restarted.
-    Stopping { awaited: BTreeSet<Slot> },
+    /// Workers are ended on the nodes that have not reported, before all are restarted.
+    Stopping { reports: Reports },
     /// A signal ends the run. Workers have their time to save and exit, and ranks of an elastic run need decisions until then.
     Signalled,
     /// The run is over; these nodes have not said goodbye yet.
@@ -91,8 +91,9 @@ pub(super) struct Run {
     pub(super) check: Check,
     /// The processes of the last round, in case they run elastically.
     pub(super) processes: Option<Members>,
-    pub(super) last_failure: Option<LastFailure>,
-    pub(super) exit_code: u8,
+    pub(super) last_failure: Option<Verdict>,
+    /// Why the run ends, if it does not end well.
+    pub(super) why: Option<Verdict>,
     /// The exit codes of the round's ranks whose processes have ended.
     codes: BTreeMap<usize, u8>,
     pub(super) actions: Vec<Action>,
@@ -126,7 +127,7 @@ impl Run {
             check: Check::Pending,
             processes: None,
             last_failure: None,
-            exit_code: 0,
+            why: None,
             codes: BTreeMap::new(),
             is_awaited: false,
             asked: 0,
@@ -207,12 +208,12 @@ impl Run {
             Message::Join(node) => self.on_join(slot, node),
             Message::Exited(exited) => {
                 if exited.rank < self.ranks() {
-                    self.codes.insert(exited.rank, exited.code);
+                    self.codes.insert(exited.rank, exited.exit.code());
                 }
                 self.on_exited(slot, exited);
             }
             Message::Finished => self.on_finished(slot),
-            Message::Ended => self.on_ended(slot),
+            Message::Ended(verdict) => self.on_ended(slot, verdict),
             Message::Leave { reason, signal } => self.on_leave(slot, &reason, signal),
             Message::Report(report) => self.on_report(slot, report),
             Message::Bye => {
@@ -231,9 +232,9 @@ impl Run {
             _ => return,
         }
         if self.elastic().is_some() {
-            return self.judge(slot, &exited);
+            return self.judge(slot, exited);
         }
-        if exited.code != 0 {
+        if exited.exit.code() != 0 {
             self.on_failed(slot, exited);
         }
     }
@@ -261,10 +262,9 @@ impl Run {
         let Some(Suspicion { exited, slot, .. }) = suspicion.take_if(is_settled) else { return };
         if self.is_static && !self.members.iter().all(|member| self.nodes.contains_key(member)) {
             // None can take the place of one that has finished and left.
-            let what = format!("rank {} on {} {}", exited.rank, self.name(slot), exited.how);
-            return self.fail(what, exited.code, Some(slot));
+            return self.fail(self.verdict_on(slot, exited), Some(slot));
         }
-        self.judge(slot, &exited);
+        self.judge(slot, exited);
     }
 
     fn on_finished(&mut self, slot: Slot) {
@@ -279,7 +279,8 @@ impl Run {
         if finished.len() >= members.len() && members.iter().all(|member| finished.contains(member)) {
             if self.check == Check::Running {
                 let count = members.len();
-                self.restart(format!("the connections between the {count} nodes are fit (--check): the run starts"));
+                let reason = format!("the connections between the {count} nodes are fit (--check): the run starts");
+                self.restart(reason, None, None);
                 self.check = Check::Over;
                 return;
             }
@@ -288,18 +289,24 @@ impl Run {
         }
     }
 
-    fn on_ended(&mut self, slot: Slot) {
-        if let State::Stopping { awaited } = &mut self.state {
-            awaited.remove(&slot);
+    fn on_ended(&mut self, slot: Slot, verdict: Option<Verdict>) {
+        if let State::Stopping { reports } = &mut self.state {
+            reports.add(slot, verdict);
             self.meet_when_stopped();
         }
     }
 
     pub(super) fn meet_when_stopped(&mut self) {
-        if matches!(&self.state, State::Stopping { awaited } if awaited.is_empty()) {
-            self.actions.push(Action::Clear);
-            self.state = State::Meeting { since: None, enough_since: None };
+        if !matches!(&self.state, State::Stopping { reports } if reports.are_complete()) {
+            return;
         }
+        let stopped = std::mem::replace(&mut self.state, State::Meeting { since: None, enough_since: None });
+        if let State::Stopping { reports } = stopped
+            && let Some(verdict) = reports.verdict()
+        {
+            self.survive(verdict);
+        }
+        self.actions.push(Action::Clear);
     }
 
     pub(super) fn on_beat(&mut self, slot: Slot) {
@@ -311,18 +318,20 @@ impl Run {
         }
     }
 
-    fn on_report(&mut self, slot: Slot, report: Option<Report>) {
+    fn on_report(&mut self, slot: Slot, verdict: Option<Verdict>) {
         if let State::Ending { reports: Some(reports) } = &mut self.state {
-            reports.add(slot, report);
+            reports.add(slot, verdict);
         }
     }
 
-    /// Publishes which failure caused the others, when all reports are in or time is up.
+    /// Publishes the verdict, when all reports are in or time is up.
     fn publish(&mut self, now: Instant) {
         if let State::Ending { reports } = &mut self.state
             && let Some(reports) = reports.take_if(|reports| reports.are_due(now))
+            && let Some(verdict) = reports.verdict()
         {
-            self.actions.push(Action::Root(reports.root()));
+            self.last_failure = Some(verdict.in_short());
+            self.actions.push(Action::Conclude(verdict));
         }
     }
 
@@ -337,36 +346,58 @@ impl Run {
         }
     }
 
-    /// Ends all workers, and restarts them afterwards.
-    pub(super) fn restart(&mut self, reason: String) {
+    /// Ends all workers, because of a failure or for another reason, and restarts them afterwards. `first` is the node on which a worker
+    /// has failed.
+    pub(super) fn restart(&mut self, reason: String, failure: Option<Verdict>, first: Option<Slot>) {
         let awaited = self.members.iter().copied().filter(|slot| self.nodes.contains_key(slot)).collect();
         if self.check != Check::Running {
             self.restart_count += 1;
         }
         self.actions.push(Action::Write(Entry::Restart { reason }));
-        self.state = State::Stopping { awaited };
+        self.state = State::Stopping { reports: Reports::of(awaited, failure, first) };
         self.meet_when_stopped();
     }
 
+    /// What the end of a process says by itself.
+    pub(super) fn verdict_on(&self, slot: Slot, exited: Exited) -> Verdict {
+        let Exited { rank, exit } = exited;
+        let how = if let Exit::Signal(_) = exit { How::Signal } else { How::Exit };
+        let (code, signal) = exit.numbers();
+        let text = format!("rank {rank} on {} {exit}", self.name(slot));
+        Verdict { rank: Some(rank), exit: code, signal, ..self.verdict_of(slot, how, exit.code(), text) }
+    }
+
+    /// A failure on a node.
+    pub(super) fn verdict_of(&self, slot: Slot, how: How, code: u8, text: String) -> Verdict {
+        let node = self.members.iter().position(|member| *member == slot);
+        Verdict { node, host: self.hosts.get(&slot).cloned(), ..Verdict::now(how, code, text) }
+    }
+
+    /// The loss of a node, or a signal that it has received.
+    pub(super) fn loss(&self, slot: Slot, reason: String, signal: Option<i32>) -> Verdict {
+        let (how, code) = signal.map_or((How::Lost, 1), |signal| (How::Stopped, Exit::Signal(signal).code()));
+        Verdict { signal, ..self.verdict_of(slot, how, code, reason) }
+    }
+
+    /// Records a failure after which the run continues.
+    pub(super) fn survive(&mut self, verdict: Verdict) {
+        self.last_failure = Some(verdict.in_short());
+        self.actions.push(Action::Write(Entry::Failure(verdict)));
+    }
+
     /// Ends the run. `first` is the node on which a worker has failed.
-    pub(super) fn fail(&mut self, reason: String, code: u8, first: Option<Slot>) {
-        self.end_with(reason, code, first, None);
-    }
-
-    /// Ends the run because of a node, which may have received `signal`.
-    pub(super) fn end(&mut self, reason: String, signal: Option<i32>) {
-        self.end_with(reason, signal.map_or(1, |signal| Exit::Signal(signal).code()), None, signal);
-    }
-
-    fn end_with(&mut self, reason: String, code: u8, first: Option<Slot>, signal: Option<i32>) {
-        self.note_failure(&reason);
-        self.exit_code = code;
-        self.actions.push(Action::Write(Entry::Failed { reason, code, signal }));
+    pub(super) fn fail(&mut self, why: Verdict, first: Option<Slot>) {
+        let signal = why.signal.filter(|_| why.how == How::Stopped);
+        self.actions.push(Action::Write(Entry::Failed { reason: why.text.clone(), code: why.code, signal }));
         let awaited = self.members.iter().copied().filter(|slot| self.nodes.contains_key(slot)).collect();
         self.restarts.stopped_by = signal;
         self.state = match signal {
-            Some(_) => State::Signalled,
-            None => State::Ending { reports: Some(Reports::of(awaited, first)) },
+            Some(_) => {
+                self.last_failure = Some(why.clone());
+                State::Signalled
+            }
+            None => State::Ending { reports: Some(Reports::of(awaited, Some(why.clone()), first)) },
         };
+        self.why = Some(why);
     }
 }

@@ -1,14 +1,9 @@
 //! The status that the coordinator publishes about its run, for `ddprun status`.
 use super::message::Slot;
 use super::run::{Run, State};
-use crate::status::{LastFailure, NodeStatus, Phase, RunStatus};
+use crate::status::{NodeStatus, Phase, RunStatus};
 
 impl Run {
-    /// Records a failure, whatever follows from it.
-    pub(super) fn note_failure(&mut self, text: &str) {
-        self.last_failure = Some(LastFailure::now(text));
-    }
-
     /// The status of the run.
     pub(super) fn status(&self) -> RunStatus {
         let (members, phase) = match &self.state {

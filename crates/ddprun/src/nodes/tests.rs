@@ -1,9 +1,11 @@
 //! The state machine of a run, without a network or a clock: what the coordinator decides about messages, silence, last wills
 //! and time.
-use super::message::{Entry, Exited, Message, Node, Report, Round, Slot};
+use super::message::{Entry, Exited, Message, Node, Round, Slot};
 use super::reports::REPORTS;
 use super::run::{Action, Run};
 use super::terms::{Pace, Terms, version};
+use crate::verdict::{How, Verdict};
+use crate::worker::Exit;
 use candle_ddp_rendezvous::{Decision, Generations, HashStore};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -13,6 +15,7 @@ pub(super) struct Fixture {
     pub(super) run: Run,
     pub(super) is_static: bool,
     pub(super) now: Instant,
+    pub(super) survived: Vec<Verdict>,
 }
 
 /// The node that a process describes when it joins.
@@ -24,7 +27,8 @@ impl Fixture {
     pub(super) fn new(min_nodes: usize, max_nodes: usize, max_restarts: u32, is_static: bool) -> Self {
         let terms = Terms { run_id: "a".into(), min_nodes, max_nodes, workers: 1, max_restarts, version: version() };
         let store = Arc::new(HashStore::new(Duration::from_secs(1)));
-        Self { run: Run::new(terms, Pace::default(), is_static, store), is_static, now: Instant::now() }
+        let run = Run::new(terms, Pace::default(), is_static, store);
+        Self { run, is_static, now: Instant::now(), survived: Vec::new() }
     }
 
     /// A run of two nodes, which have met.
@@ -50,13 +54,21 @@ impl Fixture {
     /// The worker of a node fails.
     pub(super) fn fail(&mut self, slot: Slot, code: u8) {
         let rank = usize::try_from(slot).unwrap();
-        self.tell(slot, Message::Exited(Exited { rank, how: format!("exited with code {code}"), code }));
+        self.tell(slot, Message::Exited(Exited { rank, exit: Exit::Code(code.into()) }));
     }
 
-    /// The actions of the run until now.
+    /// The actions of the run until now, without the verdicts on failures after which it continues.
     pub(super) fn actions(&mut self) -> Vec<Action> {
         self.run.on_time(self.now);
-        self.run.take_actions()
+        let mut actions = self.run.take_actions();
+        actions.retain(|action| match action {
+            Action::Write(Entry::Failure(verdict)) => {
+                self.survived.push(verdict.clone());
+                false
+            }
+            _ => true,
+        });
+        actions
     }
 
     /// The entries for the nodes until now.
@@ -85,6 +97,12 @@ impl Fixture {
             other => panic!("{other:?} instead of a failure"),
         }
     }
+}
+
+/// The verdict of a node on its worker.
+fn failed(rank: usize, code: u8) -> Verdict {
+    let of_host = Some(format!("host{rank}"));
+    Verdict { rank: Some(rank), node: Some(rank), host: of_host, ..Verdict::now(How::Exit, code, "it failed") }
 }
 
 pub(super) fn start(attempt: u64, restart_count: u32, slots: &[Slot]) -> Action {
@@ -119,7 +137,7 @@ fn the_others_start_again_without_a_silent_node() {
     let reason = fixture.restart_reason();
     assert!(reason.starts_with("node 1 (host host1) has given no sign of life for 5 s"), "{reason}");
     assert!(reason.ends_with("Restarting all workers, on 1 node(s)"), "{reason}");
-    fixture.tell(0, Message::Ended);
+    fixture.tell(0, Message::Ended(None));
     assert_eq!(fixture.actions(), [Action::Clear, start(1, 1, &[0])]);
 }
 
@@ -129,7 +147,7 @@ fn a_last_will_is_as_good_as_silence() {
     fixture.tell(1, Message::Gone);
     let reason = fixture.restart_reason();
     assert!(reason.starts_with("node 1 (host host1) is gone: its ddprun ended without a word"), "{reason}");
-    fixture.tell(0, Message::Ended);
+    fixture.tell(0, Message::Ended(None));
     assert_eq!(fixture.actions(), [Action::Clear, start(1, 1, &[0])]);
     fixture.tell(1, Message::Gone);
     assert_eq!(fixture.actions(), []);
@@ -227,8 +245,7 @@ fn while_a_signal_ends_the_run_elastic_ranks_continue_without_those_that_end() {
     let ends: [fn(&mut Fixture); 4] = [
         |fixture| fixture.fail(1, 137),
         |fixture| {
-            let how = "was not replaced, because a signal ends the run".to_string();
-            fixture.tell(1, Message::Exited(Exited { rank: 1, how, code: 1 }));
+            fixture.tell(1, Message::Exited(Exited { rank: 1, exit: Exit::NotReplaced }));
         },
         |fixture| fixture.tell(1, Message::Gone),
         |fixture| fixture.tell(1, Message::Bye),
@@ -277,7 +294,7 @@ fn a_node_that_is_gone_is_not_waited_for() {
     let mut fixture = Fixture::of_two(2, 1, false);
     fixture.fail(0, 7);
     fixture.restart_reason();
-    fixture.tell(0, Message::Ended);
+    fixture.tell(0, Message::Ended(None));
     assert_eq!(fixture.actions(), []);
     fixture.tell(1, Message::Gone);
     assert_eq!(fixture.actions(), [Action::Clear]);
@@ -286,11 +303,11 @@ fn a_node_that_is_gone_is_not_waited_for() {
     // and for its report.
     fixture.fail(0, 8);
     assert_eq!(fixture.failure().1, 8);
-    let report = Report { rank: 0, killed: false, elsewhere: None, at: 0, code: 8, text: "failed".into() };
+    let report = failed(0, 8);
     fixture.tell(0, Message::Report(Some(report.clone())));
     assert_eq!(fixture.actions(), []);
     fixture.tell(2, Message::Gone);
-    assert_eq!(fixture.actions(), [Action::Root(Some(report))]);
+    assert_eq!(fixture.actions(), [Action::Conclude(report)]);
 }
 
 #[test]
@@ -305,7 +322,7 @@ fn too_few_nodes_end_the_run_or_use_up_a_restart() {
     fixture.tell(1, Message::Gone);
     let reason = fixture.restart_reason();
     assert!(reason.ends_with("All workers will be restarted once 2 node(s) are there"), "{reason}");
-    fixture.tell(0, Message::Ended);
+    fixture.tell(0, Message::Ended(None));
     assert_eq!(fixture.entries(), []);
     fixture.join(2);
     assert_eq!(fixture.actions(), [start(1, 1, &[0, 2])]);
@@ -322,7 +339,7 @@ fn the_last_failure_counts_when_all_restarts_are_used_up() {
     assert_eq!(reason, expected);
     for slot in [0, 1] {
         assert_eq!(fixture.actions(), []);
-        fixture.tell(slot, Message::Ended);
+        fixture.tell(slot, Message::Ended(None));
     }
     assert_eq!(fixture.actions(), [Action::Clear, start(1, 1, &[0, 1])]);
     fixture.fail(0, 9);
@@ -375,7 +392,7 @@ fn nodes_that_do_not_come_in_time_end_the_run() {
     fixture.now += join_timeout;
     fixture.tell(1, Message::Gone);
     fixture.restart_reason();
-    fixture.tell(0, Message::Ended);
+    fixture.tell(0, Message::Ended(None));
     assert_eq!(fixture.actions(), [Action::Clear]);
     fixture.now += join_timeout - Duration::from_millis(1);
     assert_eq!(fixture.actions(), []);
@@ -403,8 +420,46 @@ fn the_first_round_waits_for_more_nodes_than_it_needs() {
     // Later rounds do not wait.
     fixture.tell(1, Message::Gone);
     fixture.restart_reason();
-    fixture.tell(2, Message::Ended);
+    fixture.tell(2, Message::Ended(None));
     assert_eq!(fixture.actions(), [Action::Clear, start(1, 1, &[2])]);
+}
+
+/// Of a restart, too, although the worker that failed first was not the cause.
+#[test]
+fn the_nodes_agree_on_the_verdict_on_a_failure_that_the_run_survives() {
+    let mut fixture = Fixture::of_two(2, 2, true);
+    fixture.fail(0, 7);
+    fixture.restart_reason();
+    let killed = Verdict { how: How::Signal, signal: Some(9), exit: None, ..failed(1, 137) };
+    fixture.tell(0, Message::Ended(Some(failed(0, 7))));
+    fixture.tell(1, Message::Ended(Some(killed.clone())));
+    assert_eq!(fixture.actions(), [Action::Clear, start(1, 1, &[0, 1])]);
+    assert_eq!(std::mem::take(&mut fixture.survived), [killed.clone()]);
+    assert_eq!(fixture.run.status().last_failure, Some(killed));
+    // If no worker has failed by itself, the end of the process is all that is known.
+    fixture.fail(0, 8);
+    fixture.restart_reason();
+    (0..2).for_each(|slot| fixture.tell(slot, Message::Ended(None)));
+    assert_eq!(fixture.actions(), [Action::Clear, start(2, 2, &[0, 1])]);
+    let survived = std::mem::take(&mut fixture.survived);
+    assert_eq!(survived.iter().map(|verdict| (verdict.rank, verdict.exit)).collect::<Vec<_>>(), [(Some(0), Some(8))]);
+    // Nobody has failed if a node joins, or if one is told to end; a node is blamed if it is lost.
+    let mut fixture = Fixture::new(1, 3, 0, false);
+    (0..2).for_each(|slot| fixture.join(slot));
+    fixture.now += Pace::default().last_call_timeout;
+    fixture.actions();
+    fixture.now += Pace::default().last_call_timeout;
+    assert_eq!(fixture.actions(), [start(0, 0, &[0, 1])]);
+    fixture.join(2);
+    fixture.restart_reason();
+    (0..2).for_each(|slot| fixture.tell(slot, Message::Ended(None)));
+    assert_eq!((fixture.actions().len(), fixture.survived.len()), (2, 0));
+    fixture.tell(1, Message::Gone);
+    fixture.restart_reason();
+    [0, 2].into_iter().for_each(|slot| fixture.tell(slot, Message::Ended(None)));
+    fixture.actions();
+    let [lost] = &fixture.survived[..] else { panic!("{:?}", fixture.survived) };
+    assert_eq!((lost.how, lost.node, lost.host.as_deref()), (How::Lost, Some(1), Some("host1")));
 }
 
 #[test]
@@ -415,13 +470,13 @@ fn late_reports_are_not_waited_for() {
     // No report is in yet.
     fixture.now += 10 * REPORTS;
     assert_eq!(fixture.actions(), []);
-    let report = Report { rank: 0, killed: false, elsewhere: Some(1), at: 0, code: 7, text: "failed".into() };
+    let report = Verdict { rank: Some(1), told_by: Some(0), host: None, ..failed(0, 7) };
     fixture.tell(0, Message::Report(Some(report.clone())));
     assert_eq!(fixture.actions(), []);
     fixture.now += REPORTS - Duration::from_millis(1);
     assert_eq!(fixture.actions(), []);
     fixture.now += Duration::from_millis(1);
-    assert_eq!(fixture.actions(), [Action::Root(Some(report))]);
+    assert_eq!(fixture.actions(), [Action::Conclude(report)]);
     assert_eq!(fixture.actions(), []);
 }
 

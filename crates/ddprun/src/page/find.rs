@@ -1,6 +1,7 @@
 //! The files of a run, by their names.
 use crate::error::{Error, Result};
 use crate::status::RECORD;
+use crate::verdict::VERDICT;
 use candle_ddp_base::file::rank_in;
 use candle_ddp_base::flight_record::SUFFIX;
 use std::collections::{BTreeMap, BTreeSet};
@@ -20,6 +21,8 @@ pub(super) struct Found {
     pub(super) attempts: Vec<(u32, PathBuf)>,
     /// The files in which ddprun has recorded the ranks of each run.
     pub(super) records: Vec<PathBuf>,
+    /// The verdicts on runs.
+    pub(super) verdicts: Vec<PathBuf>,
     /// The folders of flight records.
     pub(super) flights: BTreeSet<PathBuf>,
     /// What could not be read.
@@ -60,6 +63,8 @@ pub(super) fn find(folder: &Path) -> Result<Found> {
                 traces.entry(entry.path().parent().map(Path::to_path_buf)).or_insert_with(Vec::new).push((rank, path));
             } else if rank_in(name, SUFFIX).is_some() {
                 found.flights.extend(path.parent().map(Path::to_path_buf));
+            } else if name == VERDICT {
+                found.verdicts.push(path);
             } else if name == RECORD {
                 found.records.push(path);
             } else if name.ends_with(".jsonl") {
@@ -69,6 +74,7 @@ pub(super) fn find(folder: &Path) -> Result<Found> {
     }
     found.metrics.sort();
     found.records.sort();
+    found.verdicts.sort();
     found.attempts.sort_by(|(a, left), (b, right)| (left.parent(), a).cmp(&(right.parent(), b)));
     found.traces = traces.into_values().collect();
     found.traces.iter_mut().for_each(|files| files.sort());

@@ -15,6 +15,7 @@ mod series;
 mod tests;
 mod timeline;
 mod traces;
+mod verdicts;
 
 use super::error::{Error, Result};
 use super::status::RECORD;
@@ -37,7 +38,8 @@ pub(super) fn write(folder: &Path, output: Option<&Path>) -> Result<(PathBuf, Ve
 }
 
 fn page(folder: &Path) -> Result<(String, Vec<String>)> {
-    let Found { metrics, traces, attempts, records, flights, mut notes } = find::find(folder)?;
+    let Found { metrics, traces, attempts, records, verdicts, flights, mut notes } = find::find(folder)?;
+    let verdicts: String = verdicts.iter().map(|file| verdicts::html(folder, file, &mut notes)).collect();
     let metrics: Vec<_> = metrics.iter().filter_map(|file| metrics::read(folder, file, &mut notes)).collect();
     let traces: Vec<_> = traces.iter().filter_map(|files| traces::read(folder, files, &mut notes)).collect();
     let attempts = attempts::read(folder, &attempts, &mut notes);
@@ -59,7 +61,7 @@ fn page(folder: &Path) -> Result<(String, Vec<String>)> {
         .filter(|(is_missing, ..)| *is_missing)
         .map(|(_, what, how)| [what, how].map(String::from))
         .collect();
-    if missing.len() == parts.len() {
+    if missing.len() == parts.len() && verdicts.is_empty() {
         let mut reason = format!(
             "{} has nothing to show: no JSON lines of metrics (*.jsonl), no traces (rank*.trace.json), no log files of ddprun \
              (attempt_*, {}), no flight records (rank*.flight.json)",
@@ -69,7 +71,7 @@ fn page(folder: &Path) -> Result<(String, Vec<String>)> {
         notes.iter().for_each(|note| reason += &format!("; {}", line(note)));
         return Err(Error::usage("DIR", reason));
     }
-    let mut body = String::new();
+    let mut body = verdicts;
     metrics.iter().for_each(|metrics| body += &metrics.html());
     ranks.iter().for_each(|ranks| body += &ranks.html());
     traces.iter().for_each(|traces| body += &traces.html());

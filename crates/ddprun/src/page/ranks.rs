@@ -101,8 +101,8 @@ fn lines(file: &Path, torn: &mut usize, mut each: impl FnMut(Line)) -> std::io::
 impl Ranks {
     fn add(&mut self, line: Line) {
         self.restarts = line.restarts;
-        if let Some((at, text)) = line.last_failure.filter(|_| self.failures.len() < FAILURES) {
-            self.failures.insert((at, text.chars().take(LETTERS).collect()));
+        if let Some(failure) = line.last_failure.filter(|_| self.failures.len() < FAILURES) {
+            self.failures.insert((failure.at, failure.text.chars().take(LETTERS).collect()));
         }
         for told in line.ranks {
             let rank = self.ranks.entry(told.rank).or_default();

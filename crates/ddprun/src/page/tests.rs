@@ -174,7 +174,7 @@ fn waits_are_shown_without_traces_over_all_processes_of_a_rank() {
     let folder = tempfile::tempdir().unwrap();
     create_dir_all(folder.path().join("night/attempt_0/0")).unwrap();
     let file = folder.path().join("night").join(RECORD);
-    let failure = "[1700000000000,\"rank 1 <i>died\"]";
+    let failure = "{\"at\":1700000000000,\"text\":\"rank 1 <i>died\"}";
     let lines = [
         reports(1000, 0, "null", &[(1, 10, 4., "1.0"), (2, 10, 4., "0.0")]),
         reports(3000, 0, "null", &[(1, 20, 8., "3.0"), (2, 20, 8., "0.5")]),

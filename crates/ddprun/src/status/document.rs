@@ -1,9 +1,8 @@
 //! The document about its run that the ddprun that hosts the store keeps there, and updates with every change.
 use crate::config::Config;
+use crate::verdict::Verdict;
 use candle_ddp_base::host::host_name;
-use candle_ddp_rendezvous::milliseconds;
 use serde::{Deserialize, Serialize};
-use std::time::SystemTime;
 
 /// The key of a run's [`RunStatus`].
 pub(crate) const RUN_STATUS: &str = "candle_ddp/status/run";
@@ -21,7 +20,8 @@ pub(crate) struct RunStatus {
     /// The number of workers on each node.
     pub(crate) workers: usize,
     pub(crate) nodes: Vec<NodeStatus>,
-    pub(crate) last_failure: Option<LastFailure>,
+    /// Without its evidence.
+    pub(crate) last_failure: Option<Verdict>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -39,20 +39,6 @@ pub(crate) struct NodeStatus {
     /// `None` while it waits.
     pub(crate) node_rank: Option<usize>,
     pub(crate) is_alive: bool,
-}
-
-/// The failure of a worker or a node.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct LastFailure {
-    /// In milliseconds since 1970.
-    pub(crate) at: u64,
-    pub(crate) text: String,
-}
-
-impl LastFailure {
-    pub(crate) fn now(text: impl Into<String>) -> Self {
-        Self { at: milliseconds(SystemTime::now()), text: text.into() }
-    }
 }
 
 impl RunStatus {

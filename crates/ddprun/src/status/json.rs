@@ -1,6 +1,7 @@
 //! The document that `ddprun status --json` shows. Its fields keep their names and meanings; new ones may be added.
 use super::document::Phase;
 use super::snapshot::Snapshot;
+use crate::verdict::{How, Verdict};
 use serde::Serialize;
 use std::collections::BTreeMap;
 
@@ -53,6 +54,22 @@ struct Rank<'a> {
 struct Failure<'a> {
     time: f64,
     text: &'a str,
+    rank: Option<usize>,
+    node_rank: Option<usize>,
+    host: Option<&'a str>,
+    /// As in `verdict.json`.
+    how: How,
+    exit: Option<i32>,
+    signal: Option<i32>,
+    cause: Option<&'a str>,
+}
+
+impl<'a> Failure<'a> {
+    fn of(verdict: &'a Verdict) -> Self {
+        let Verdict { at, rank, node, how, exit, signal, ref host, ref cause, ref text, .. } = *verdict;
+        let (host, cause) = (host.as_deref(), cause.as_deref());
+        Self { time: seconds(at), text, rank, node_rank: node, host, how, exit, signal, cause }
+    }
 }
 
 /// The name of a phase.
@@ -102,10 +119,7 @@ pub(super) fn text(snapshot: &Snapshot) -> String {
         nodes: nodes.collect(),
         ranks: ranks.collect(),
         unlisted_ranks: snapshot.unlisted,
-        last_failure: run
-            .last_failure
-            .as_ref()
-            .map(|failure| Failure { time: seconds(failure.at), text: &failure.text }),
+        last_failure: run.last_failure.as_ref().map(Failure::of),
     };
     let json = String::from_utf8(candle_ddp_rendezvous::json::encode(&document)).unwrap_or_default();
     json + "\n"
@@ -133,7 +147,8 @@ mod tests {
             r#"{"rank":2,"host":"other","pid":null,"generation":null,"steps":null,"steps_per_second":null,"#,
             r#""last_step_time":null,"training_seconds":null,"waiting_seconds":null,"waiting_share":null,"metrics":{}}],"#,
             r#""unlisted_ranks":0,"#,
-            r#""last_failure":{"time":951827696.0,"text":"rank 1 was killed by SIGKILL"}}"#,
+            r#""last_failure":{"time":951827696.0,"text":"rank 1 was killed by SIGKILL","rank":1,"node_rank":0,"host":"node0","#,
+            r#""how":"signal","exit":null,"signal":9,"cause":null}}"#,
             "\n"
         );
         assert_eq!(super::text(&snapshot()), expected);

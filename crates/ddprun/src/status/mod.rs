@@ -11,7 +11,7 @@ mod table;
 
 pub(super) use table::table;
 
-pub(super) use document::{LastFailure, NodeStatus, Phase, RUN_STATUS, RunStatus};
+pub(super) use document::{NodeStatus, Phase, RUN_STATUS, RunStatus};
 pub(super) use record::{Line, RECORD, Recorder, Told};
 pub(super) use slow::{Since, SlowRanks, holdup};
 pub(super) use snapshot::LISTED;
@@ -55,6 +55,7 @@ fn parse(address: &str) -> Result<(String, u16)> {
 mod tests {
     use super::snapshot::Snapshot;
     use super::*;
+    use crate::verdict::{How, Verdict};
     use candle_ddp_rendezvous::{RankStatus, milliseconds};
     use std::time::UNIX_EPOCH;
 
@@ -90,10 +91,12 @@ mod tests {
             metrics: [].into(),
             ..told.clone()
         };
-        let text = "rank 1 was killed by SIGKILL".to_string();
+        let (at, host) = (milliseconds(now()), Some("node0".to_string()));
+        let failure = Verdict::now(How::Signal, 137, "rank 1 was killed by SIGKILL");
+        let failure = Verdict { at, rank: Some(1), node: Some(0), host, signal: Some(9), ..failure };
         let run = RunStatus {
             nodes: vec![node("node0", Some(0), true), node("other", Some(1), false), node("spare", None, true)],
-            last_failure: Some(LastFailure { at: milliseconds(now()), text }),
+            last_failure: Some(failure),
             ..RunStatus::for_tests()
         };
         let ranks = vec![(0, Some(told)), (1, Some(fresh)), (2, None)];

@@ -54,7 +54,10 @@ pub(crate) fn text(snapshot: &Snapshot) -> String {
     );
     if let Some(failure) = &run.last_failure {
         let help = "When a worker or a node last failed, since 1970.";
-        text.single("ddprun_last_failure_timestamp_seconds", "gauge", help, &[], seconds(failure.at));
+        let number = |number: Option<usize>| number.map(|number| number.to_string()).unwrap_or_default();
+        let (rank, host, how) = (number(failure.rank), failure.host.as_deref().unwrap_or(""), failure.how.name());
+        let labels = [("rank", rank.as_str()), ("host", host), ("how", &how)];
+        text.single("ddprun_last_failure_timestamp_seconds", "gauge", help, &labels, seconds(failure.at));
     }
     let told: Vec<(String, &RankStatus)> =
         snapshot.ranks.iter().filter_map(|(rank, told)| Some((rank.to_string(), told.as_ref()?))).collect();

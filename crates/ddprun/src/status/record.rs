@@ -1,6 +1,7 @@
 //! The reports of a run's ranks over time, as lines of JSON in its log folder: `ddprun report` shows them.
 use super::snapshot::Snapshot;
 use crate::console::message;
+use crate::verdict::Verdict;
 use candle_ddp_rendezvous::json::encode;
 use candle_ddp_rendezvous::milliseconds;
 use serde::{Deserialize, Serialize};
@@ -22,7 +23,8 @@ pub(crate) struct Line {
     /// In milliseconds since 1970.
     pub(crate) at: u64,
     pub(crate) restarts: u32,
-    pub(crate) last_failure: Option<(u64, String)>,
+    /// Without its evidence.
+    pub(crate) last_failure: Option<Verdict>,
     pub(crate) ranks: Vec<Told>,
 }
 
@@ -50,7 +52,7 @@ impl Line {
         Self {
             at: milliseconds(SystemTime::now()),
             restarts: snapshot.run.restarts,
-            last_failure: snapshot.run.last_failure.as_ref().map(|failure| (failure.at, failure.text.clone())),
+            last_failure: snapshot.run.last_failure.clone(),
             ranks: snapshot.ranks.iter().filter_map(told).collect(),
         }
     }
@@ -84,8 +86,9 @@ impl Recorder {
             return;
         }
         let line = Line::of(snapshot);
-        // Programs that make no steps leave no file.
-        let says_nothing = self.last.is_none() && line.ranks.iter().all(|told| told.steps == 0);
+        // Programs that make no steps leave no file, unless they fail.
+        let has_news = line.last_failure.is_some() || line.ranks.iter().any(|told| told.steps > 0);
+        let says_nothing = self.last.is_none() && !has_news;
         if says_nothing || self.last.as_ref().is_some_and(|(_, last)| last.is_like(&line)) {
             return;
         }
@@ -127,13 +130,14 @@ mod tests {
         let mut recorder = Recorder::new(Some(path.clone()));
         let mut idle = snapshot();
         idle.ranks.remove(0);
+        idle.run.last_failure = None;
         recorder.record(&idle, true);
         assert!(!path.exists());
         recorder.record(&snapshot(), false);
         let first = Told { rank: 0, host: "node0".into(), pid: 4711, steps: 812, trained: 20., waited: Some(5.) };
         let fresh = Told { rank: 1, steps: 0, trained: 0., waited: None, ..first.clone() };
         assert_eq!(lines()[0].ranks, [first, fresh]);
-        assert!(lines()[0].last_failure.as_ref().is_some_and(|(_, text)| text == "rank 1 was killed by SIGKILL"));
+        assert_eq!(lines()[0].last_failure, snapshot().run.last_failure);
         let mut next = snapshot();
         next.run.restarts = 2;
         // It is too early; then it is not; then it is known.
@@ -150,6 +154,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let mut recorder = Recorder::new(Some(folder.path().join(RECORD)));
         let mut long = snapshot();
+        long.run.last_failure = None;
         for step in 0..3 {
             let told = long.ranks[0].1.as_mut().unwrap();
             (told.steps, told.host) = (step, "x".repeat(DOUBLING));

@@ -108,6 +108,7 @@ fn ranks_of(run: &RunStatus) -> Vec<usize> {
 mod tests {
     use super::*;
     use crate::status::document::NodeStatus;
+    use crate::verdict::{How, Verdict};
     use candle_ddp_rendezvous::json::encode;
     use candle_ddp_rendezvous::{HashStore, Member};
     use std::time::Duration;
@@ -181,7 +182,7 @@ mod tests {
         let error = status(&RunStatus { nodes: vec![far], ..run() }).err().unwrap().to_string();
         assert!(error.contains("numbered from 0"), "{error}");
         let one = vec![NodeStatus { host: "a".to_string(), node_rank: Some(0), is_alive: true }];
-        let last_failure = Some(crate::status::LastFailure { at: u64::MAX, text: "it failed".to_string() });
+        let last_failure = Some(Verdict { at: u64::MAX, ..Verdict::now(How::Lost, 1, "it failed") });
         let many = status(&RunStatus { workers: 1_000_000, nodes: one, last_failure, ..run() }).unwrap();
         assert_eq!((many.ranks.len(), many.unlisted), (LISTED, 1_000_000 - LISTED));
         let text = crate::status::table::text(&many, std::time::SystemTime::now());

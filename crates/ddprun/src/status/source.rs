@@ -56,6 +56,15 @@ impl Source {
         (state.run, state.last) = (run, None);
     }
 
+    /// The status of the run as it is now.
+    ///
+    /// # Errors
+    /// Those of [`snapshot`](Self::snapshot).
+    pub(crate) fn now(&self) -> Result<Arc<Snapshot>> {
+        lock(&self.state).last = None;
+        self.snapshot()
+    }
+
     /// The status of the run, at most a second old.
     ///
     /// # Errors

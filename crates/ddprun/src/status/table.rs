@@ -35,6 +35,9 @@ pub(super) fn text(snapshot: &Snapshot, now: SystemTime) -> String {
         text += &format!("and {} more ranks\n", snapshot.unlisted);
     }
     match &run.last_failure {
+        None if matches!(run.phase, Phase::Restarting | Phase::Ending) => {
+            text + "\nwhat has failed is known once all workers have ended\n"
+        }
         None => text + "\nno failure so far\n",
         Some(failure) => {
             let at = time::readable(UNIX_EPOCH + Duration::from_millis(failure.at));

@@ -3,6 +3,7 @@ use super::{Outcome, Phase, SETTLE, Supervisor, UNNEEDED};
 use crate::agent::Agent;
 use crate::console::message;
 use crate::nodes::{Entry, Exited, Message, News, Replacement};
+use crate::worker::Exit;
 use rustix::process::Signal;
 use std::time::{Duration, Instant};
 
@@ -45,7 +46,7 @@ impl Supervisor {
                 match self.phase {
                     Phase::Waiting(_) => {
                         self.phase = Phase::Waiting(None);
-                        agent.tell(Message::Ended);
+                        agent.tell(Message::Ended(None));
                     }
                     Phase::Running | Phase::Settling(_) => {
                         self.restarting = true;
@@ -54,6 +55,7 @@ impl Supervisor {
                     Phase::Ending(_) | Phase::Killed(_) => self.restarting = true,
                 }
             }
+            News::Entry(Entry::Failure(verdict)) => agent.survive(verdict),
             News::Entry(Entry::Replace(replacement)) => self.replace(&replacement, agent),
             News::Entry(Entry::ScaleDown { slot, rank, reason }) => {
                 message(reason);
@@ -121,8 +123,7 @@ impl Supervisor {
         if let News::Entry(Entry::Replace(Replacement { slot, rank, .. })) = news
             && agent.is_own(*slot)
         {
-            let how = "was not replaced, because a signal ends the run".to_string();
-            agent.tell(Message::Exited(Exited { rank: *rank, how, code: 1 }));
+            agent.tell(Message::Exited(Exited { rank: *rank, exit: Exit::NotReplaced }));
         }
     }
 
@@ -144,7 +145,7 @@ impl Supervisor {
     fn check_started(&mut self, started: crate::error::Result<()>, agent: &mut Agent) {
         if let Err(error) = started {
             agent.tell(Message::Leave { reason: format!("its workers cannot be started: {error}"), signal: None });
-            agent.set_failure(format!("the workers cannot be started: {error}"), error.exit_code());
+            agent.set_not_started(format!("the workers cannot be started: {error}"), error.exit_code());
             self.fail_elsewhere();
         }
     }
@@ -155,7 +156,7 @@ impl Supervisor {
         if self.is_spare {
             message(UNNEEDED);
         }
-        agent.stop(signal);
+        agent.stop(signal, reason);
         (self.outcome, self.is_decided, self.restarting) = (Outcome::Signalled(signal), true, false);
         match self.phase {
             Phase::Waiting(_) => self.phase = Phase::Settling(Instant::now()),

@@ -19,6 +19,7 @@ mod surroundings;
 mod terminal;
 mod unread;
 mod usage;
+mod verdict;
 
 use candle_ddp_testing::free_port;
 use rustix::process::{Pid, Signal, kill_process, test_kill_process};

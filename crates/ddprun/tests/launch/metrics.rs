@@ -28,7 +28,7 @@ fn rest(mut client: TcpStream) -> String {
     reply
 }
 
-fn ask(port: u16, request: &[u8]) -> String {
+pub(crate) fn ask(port: u16, request: &[u8]) -> String {
     let mut client = connect(port);
     client.write_all(request).unwrap();
     rest(client)

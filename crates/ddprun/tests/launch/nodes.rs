@@ -1,7 +1,9 @@
 //! Several ddpruns on this machine, each of which is a node.
+use crate::verdict::{has, verdict};
 use crate::{AFTER, FAILS, PATIENCE, Ran, Running, Sandbox, free_port, is_alive, wait_until};
 use candle_ddp_rendezvous::{Store, TcpStore};
 use rustix::process::Signal;
+use serde_json::json;
 use std::process::Stdio;
 use std::time::{Duration, Instant};
 
@@ -43,13 +45,22 @@ impl Nodes {
     /// Runs a script whose workers wait for the file `go`. The ddprun of node 1 learns of what follows only after the end of
     /// `last`, one of its ranks: that its workers are asked to exit never comes before that, however busy the machine is.
     fn run_with_a_late_node(&self, script: &str, last: usize) -> Vec<Ran> {
-        let mut running = self.start_all(&["--rdzv-conf", "keep_alive_max_attempt=1000"], script);
+        let mut running = self.start_all(&["--rdzv-conf", "keep_alive_max_attempt=1000", "--log-dir=logs"], script);
         let pids: Vec<_> = (0..2 * self.count).map(|rank| self.sandbox.pid(&format!("pid{rank}"))).collect();
         running[1].send(Signal::STOP);
         std::fs::write(self.sandbox.path("go"), "").unwrap();
         wait_until("the last rank to end", || !is_alive(pids[last]));
         running[1].send(Signal::CONT);
         finish(running)
+    }
+
+    /// The verdict, which the folders of all nodes have.
+    #[track_caller]
+    fn verdict(&self) -> serde_json::Value {
+        let folder = |node| if node == 0 { "logs/none".to_string() } else { format!("logs/none_{}", node + 1) };
+        let first = verdict(&self.sandbox, &folder(0));
+        (1..self.count).for_each(|node| assert_eq!(verdict(&self.sandbox, &folder(node)), first));
+        first
     }
 
     /// Waits for all workers of [`UP`].
@@ -106,12 +117,17 @@ fn the_rank_that_was_killed_on_another_node_is_the_root() {
         esac
         exec sleep 1000"#
     );
-    for ran in Nodes::new(2).run_with_a_late_node(&script, 3) {
+    let nodes = Nodes::new(2);
+    for ran in nodes.run_with_a_late_node(&script, 3) {
         assert_eq!(ran.code, Some(128 + 9), "{ran:?}");
         ran.says("rank 3 on host ");
         ran.says("(node 1) failed first: it was killed by SIGKILL");
         assert!(!ran.stderr.contains("rank 0 on host"), "{ran:?}");
     }
+    has(
+        &nodes.verdict(),
+        &json!({"outcome": "failed", "rank": 3, "node": 1, "how": "signal", "signal": 9, "code": 137}),
+    );
 }
 
 /// Nothing failed on the node of the rank that is named.
@@ -121,10 +137,15 @@ fn a_rank_that_only_others_blame_is_named_with_its_node() {
         "{FAILS} {ALL_STARTED} [ $RANK = 0 ] || exec sleep 1000
         fails 'its connection closed' 3; exit 1"
     );
-    for ran in Nodes::new(2).run(&[], &script) {
+    let nodes = Nodes::new(2);
+    for ran in nodes.run(&["--log-dir=logs"], &script) {
         assert_eq!(ran.code, Some(1), "{ran:?}");
         ran.says("rank 3 failed first, according to the error of rank 0: see the output of ddprun on node 1\nrank 0 on host ");
     }
+    has(
+        &nodes.verdict(),
+        &json!({"rank": 3, "node": 1, "host": null, "how": "unknown", "told_by": 0, "cause": "PeerFailed"}),
+    );
 }
 
 /// Errors that name each other lead to the rank that names none.
@@ -208,13 +229,15 @@ fn the_death_of_the_node_that_hosts_the_store_is_the_cause() {
 #[test]
 fn the_death_of_another_nodes_ddprun_is_noticed_at_once() {
     let nodes = Nodes::new(2);
-    let mut running = nodes.start_all(&["--rdzv-conf", "keep_alive_interval=60"], UP);
+    let mut running = nodes.start_all(&["--rdzv-conf", "keep_alive_interval=60", "--log-dir=logs"], UP);
     nodes.wait_until_up();
     running[1].send(Signal::KILL);
     let all = finish(running);
     assert_eq!([all[0].code, all[1].code], [Some(1), None]);
     all[0].says("node 1 (host ");
     all[0].says("is gone: its ddprun ended without a word, or its connection to the store was cut");
+    let folder = if nodes.sandbox.path("logs/none/verdict.json").exists() { "logs/none" } else { "logs/none_2" };
+    has(&verdict(&nodes.sandbox, folder), &json!({"rank": null, "node": 1, "how": "lost", "code": 1}));
 }
 
 /// A ddprun that is stopped closes no connection, like a machine that has lost its power: it is missed.
@@ -359,12 +382,16 @@ fn the_last_failure_counts_when_all_restarts_of_the_nodes_are_used_up() {
         r#"{} if [ $RANK = 3 ]; then echo "Error: attempt $TORCHELASTIC_RESTART_COUNT" >&2; exit 9; fi; exec sleep 1000"#,
         ALL_STARTED.replace("started", "started$TORCHELASTIC_RESTART_COUNT-")
     );
-    for ran in Nodes::new(2).run(&["--max-restarts", "1"], &script) {
+    let nodes = Nodes::new(2);
+    for ran in nodes.run(&["--max-restarts", "1", "--log-dir=logs"], &script) {
         assert_eq!(ran.code, Some(9), "{ran:?}");
         ran.says("rank 3 on host ");
         ran.says("    Error: attempt 1");
         assert!(!ran.stderr.contains("    Error: attempt 0"), "{ran:?}");
     }
+    let verdict = nodes.verdict();
+    has(&verdict, &json!({"outcome": "failed", "restarts": 1, "rank": 3, "node": 1, "exit": 9}));
+    has(&verdict["earlier"][0], &json!({"rank": 3, "node": 1, "exit": 9}));
 }
 
 /// Keys that workers leave behind are gone in the next attempt, as with PyTorch, which uses the same ones again.

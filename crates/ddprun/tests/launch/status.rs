@@ -43,7 +43,10 @@ fn a_restart_is_shown_with_what_has_caused_it() {
     assert!(text.ends_with("\nno failure so far\n"), "{text}");
     std::fs::write(sandbox.path("end-0"), "").unwrap();
     let text = status_when(&sandbox, port, "run a: running, attempt 1, 1 of 1 restarts used");
-    assert!(text.contains("\nlast failure, 2") && text.ends_with(" UTC: rank 1 exited with code 7\n"), "{text}");
+    assert!(
+        text.contains("\nlast failure, 2") && text.ends_with(" UTC: rank 1 failed first: it exited with code 7\n"),
+        "{text}"
+    );
     std::fs::write(sandbox.path("end-1"), "").unwrap();
     assert_eq!(Ran::of(running).code, Some(0));
 }

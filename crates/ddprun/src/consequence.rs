@@ -41,9 +41,9 @@ pub(super) struct End<'a> {
     pub(super) failed: bool,
 }
 
-/// The consequence.
+/// What follows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Verdict {
+pub(super) enum Consequence {
     /// Nothing: the rank has done its work, or is not needed.
     Continue,
     /// The other ranks cannot finish without it; they end by themselves.
@@ -59,28 +59,30 @@ pub(super) enum Verdict {
 }
 
 /// Decides what follows, and why; the reason is empty if there is nothing to say.
-fn judge(end: End, ranks: Ranks, restarts: Restarts) -> (Verdict, String) {
+fn judge(end: End, ranks: Ranks, restarts: Restarts) -> (Consequence, String) {
     let End { rank, how, what, failed } = end;
     let Restarts { most, used, stopped_by } = restarts;
     let turn = format!("(restart {} of {most})", used.saturating_add(1));
     match ranks {
         Ranks::With { .. } if !failed => {
-            (Verdict::EndRanks, format!("its process {how} before all ranks had finished"))
+            (Consequence::EndRanks, format!("its process {how} before all ranks had finished"))
         }
-        _ if !failed => (Verdict::Continue, String::new()),
-        Ranks::Without => (Verdict::Continue, String::new()),
+        _ if !failed => (Consequence::Continue, String::new()),
+        Ranks::Without => (Consequence::Continue, String::new()),
         Ranks::Over { finished: true } => (
-            Verdict::Fail,
+            Consequence::Fail,
             format!(
                 "rank {rank} {how} after all ranks had finished elastic::run: it is not restarted, and the work that \
                  its program does after elastic::run may be incomplete"
             ),
         ),
-        Ranks::Over { finished: false } => (Verdict::Fail, String::new()),
-        Ranks::Fixed if restarts.are_left() => (Verdict::RestartAll, format!("{what}: restarting all workers {turn}")),
-        Ranks::Fixed => (Verdict::Fail, String::new()),
+        Ranks::Over { finished: false } => (Consequence::Fail, String::new()),
+        Ranks::Fixed if restarts.are_left() => {
+            (Consequence::RestartAll, format!("{what}: restarting all workers {turn}"))
+        }
+        Ranks::Fixed => (Consequence::Fail, String::new()),
         Ranks::With { .. } if restarts.are_left() => {
-            (Verdict::Replace, format!("{what}: a new process takes its place {turn}"))
+            (Consequence::Replace, format!("{what}: a new process takes its place {turn}"))
         }
         Ranks::With { others, least } if others == 0 || others < least => {
             let used = match (stopped_by, most) {
@@ -89,10 +91,10 @@ fn judge(end: End, ranks: Ranks, restarts: Restarts) -> (Verdict, String) {
                 (None, _) => format!("all restarts are used up (--max-restarts {most})"),
             };
             let few = format!("the {others} remaining rank(s) are fewer than min_world_size ({least})");
-            (Verdict::Fail, format!("its process {how}, {used}, and {few}"))
+            (Consequence::Fail, format!("its process {how}, {used}, and {few}"))
         }
         Ranks::With { others, .. } => {
-            (Verdict::ScaleDown, format!("{what}: the other {others} rank(s) continue without it"))
+            (Consequence::ScaleDown, format!("{what}: the other {others} rank(s) continue without it"))
         }
     }
 }
@@ -103,33 +105,33 @@ pub(super) fn on_exit(
     elastic: Option<(&mut Members, usize)>,
     end: End,
     restarts: &mut Restarts,
-) -> Result<(Verdict, String)> {
+) -> Result<(Consequence, String)> {
     let Some((members, least)) = elastic else {
-        let (verdict, reason) = judge(end, Ranks::Fixed, *restarts);
-        restarts.used += u32::from(verdict == Verdict::RestartAll);
-        return Ok((verdict, reason));
+        let (consequence, reason) = judge(end, Ranks::Fixed, *restarts);
+        restarts.used += u32::from(consequence == Consequence::RestartAll);
+        return Ok((consequence, reason));
     };
     let ranks = members.ranks(end.rank, least)?;
-    let (verdict, reason) = judge(end, ranks, *restarts);
-    let next = match verdict {
-        Verdict::Replace => members.with_new([end.rank]),
-        Verdict::ScaleDown => members.without(|rank| rank == end.rank),
-        Verdict::EndRanks | Verdict::Fail => {
+    let (consequence, reason) = judge(end, ranks, *restarts);
+    let next = match consequence {
+        Consequence::Replace => members.with_new([end.rank]),
+        Consequence::ScaleDown => members.without(|rank| rank == end.rank),
+        Consequence::EndRanks | Consequence::Fail => {
             match ranks {
                 Ranks::With { .. } => members.fail(end.rank, reason.clone())?,
                 _ if !reason.is_empty() => message(&reason),
                 _ => {}
             }
-            return Ok((verdict, reason));
+            return Ok((consequence, reason));
         }
-        Verdict::Continue | Verdict::RestartAll => return Ok((verdict, reason)),
+        Consequence::Continue | Consequence::RestartAll => return Ok((consequence, reason)),
     };
     if !members.change(next)? {
         // Meanwhile, the ranks have ended the run.
-        return Ok((Verdict::Fail, String::new()));
+        return Ok((Consequence::Fail, String::new()));
     }
-    restarts.used += u32::from(verdict == Verdict::Replace);
-    Ok((verdict, reason))
+    restarts.used += u32::from(consequence == Consequence::Replace);
+    Ok((consequence, reason))
 }
 
 #[cfg(test)]
@@ -145,69 +147,75 @@ mod tests {
         let stopped = Restarts { stopped_by: Some(15), ..some };
         let (enough, few) = (Ranks::With { others: 2, least: 2 }, Ranks::With { others: 1, least: 2 });
         let over = |finished| Ranks::Over { finished };
-        for (end, ranks, restarts, verdict, reason) in [
+        for (end, ranks, restarts, consequence, reason) in [
             (
                 FAILED,
                 Ranks::Fixed,
                 some,
-                Verdict::RestartAll,
+                Consequence::RestartAll,
                 "rank 1 exited with code 7: restarting all workers (restart 2 of 3)",
             ),
-            (FAILED, Ranks::Fixed, none, Verdict::Fail, ""),
-            (FINISHED, Ranks::Fixed, some, Verdict::Continue, ""),
+            (FAILED, Ranks::Fixed, none, Consequence::Fail, ""),
+            (FINISHED, Ranks::Fixed, some, Consequence::Continue, ""),
             (
                 FAILED,
                 few,
                 some,
-                Verdict::Replace,
+                Consequence::Replace,
                 "rank 1 exited with code 7: a new process takes its place (restart 2 of 3)",
             ),
             (
                 FAILED,
                 enough,
                 none,
-                Verdict::ScaleDown,
+                Consequence::ScaleDown,
                 "rank 1 exited with code 7: the other 2 rank(s) continue without it",
             ),
             (
                 FAILED,
                 few,
                 none,
-                Verdict::Fail,
+                Consequence::Fail,
                 "all restarts are used up (--max-restarts 3), and the 1 remaining rank(s)",
             ),
-            (FAILED, few, Restarts::new(0), Verdict::Fail, "ddprun restarts none (--max-restarts 0)"),
+            (FAILED, few, Restarts::new(0), Consequence::Fail, "ddprun restarts none (--max-restarts 0)"),
             (
                 FAILED,
                 enough,
                 stopped,
-                Verdict::ScaleDown,
+                Consequence::ScaleDown,
                 "rank 1 exited with code 7: the other 2 rank(s) continue without it",
             ),
             (
                 FAILED,
                 few,
                 stopped,
-                Verdict::Fail,
+                Consequence::Fail,
                 "no process takes its place, because a signal ends the run, and the 1",
             ),
-            (FAILED, Ranks::Fixed, stopped, Verdict::Fail, ""),
-            (FAILED, Ranks::With { others: 0, least: 0 }, none, Verdict::Fail, "the 0 remaining rank(s)"),
-            (FINISHED, enough, some, Verdict::EndRanks, "its process exited with code 0 before all ranks had finished"),
-            (FAILED, Ranks::Without, some, Verdict::Continue, ""),
-            (FINISHED, Ranks::Without, some, Verdict::Continue, ""),
+            (FAILED, Ranks::Fixed, stopped, Consequence::Fail, ""),
+            (FAILED, Ranks::With { others: 0, least: 0 }, none, Consequence::Fail, "the 0 remaining rank(s)"),
+            (
+                FINISHED,
+                enough,
+                some,
+                Consequence::EndRanks,
+                "its process exited with code 0 before all ranks had finished",
+            ),
+            (FAILED, Ranks::Without, some, Consequence::Continue, ""),
+            (FINISHED, Ranks::Without, some, Consequence::Continue, ""),
             (
                 FAILED,
                 over(true),
                 some,
-                Verdict::Fail,
+                Consequence::Fail,
                 "rank 1 exited with code 7 after all ranks had finished elastic::run",
             ),
-            (FAILED, over(false), some, Verdict::Fail, ""),
-            (FINISHED, over(true), some, Verdict::Continue, ""),
+            (FAILED, over(false), some, Consequence::Fail, ""),
+            (FINISHED, over(true), some, Consequence::Continue, ""),
         ] {
             let (judged, why) = judge(end, ranks, restarts);
-            assert_eq!((judged, why.is_empty()), (verdict, reason.is_empty()), "{why}");
+            assert_eq!((judged, why.is_empty()), (consequence, reason.is_empty()), "{why}");
             assert!(why.contains(reason), "{why}");
         }
     }
