@@ -101,8 +101,8 @@ mod virtual_ranks;
 pub mod vision;
 
 // The modules of the crates that this one is made of.
-use candle_ddp_base::{deadline, host, panic, random, thread, warnings};
 use candle_ddp_data::origin;
+use candle_ddp_base::{deadline, host, panic, random, thread, warnings};
 use candle_ddp_state::{cbor, error, hash, placement, state, variables};
 use candle_ddp_tensor::{self as tensor, kernels};
 

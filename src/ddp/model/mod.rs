@@ -23,7 +23,7 @@ use crate::ddp::model::parameter::{Parameter, Variables};
 use crate::ddp::model::sharding::Sharding;
 use crate::ddp::reducer::Reducer;
 use crate::ddp::reduction::Reduction;
-use crate::ddp::watch::first::FirstGradients;
+use crate::ddp::watch::first;
 use crate::ddp::watch::non_finite::{OnNonFinite, Skipped};
 use crate::ddp::watch::pace::Pace;
 use crate::ddp::watch::replica_check::Compared;
@@ -61,7 +61,7 @@ pub struct DistributedModel {
     /// of their positions.
     pub(in crate::ddp) orders: Mutex<Vec<(Vec<u64>, Vec<usize>)>>,
     pub(in crate::ddp) marks: Mutex<Marks>,
-    pub(in crate::ddp) first: Mutex<FirstGradients>,
+    pub(in crate::ddp) first: Mutex<Option<bool>>,
     pub(in crate::ddp) snapshots: Mutex<Snapshots>,
     pub(in crate::ddp) pace: Mutex<Pace>,
     /// Whether the last forward pass ran under `no_grad`.
@@ -196,10 +196,6 @@ impl DistributedModel {
         lock(&self.marks)
     }
 
-    pub(in crate::ddp) fn first_gradients(&self) -> MutexGuard<'_, FirstGradients> {
-        lock(&self.first)
-    }
-
     /// The dtype of the `VarBuilder` with which the model is built.
     pub(in crate::ddp) fn held_as(&self) -> DType {
         self.options.precision.held_as()
@@ -233,9 +229,7 @@ impl DistributedModel {
     /// dtype differs from the dtype of their variables.
     fn refresh(&self, only_converted: bool) -> Result<()> {
         self.reducer.identity().backward_is_over();
-        if self.blocks.is_none() {
-            self.first_gradients().look(&self.variables.parameters)?;
-        }
+        first::look(&mut lock(&self.first), &self.variables.parameters)?;
         // Without a graph, no backward pass follows.
         if self.group().virtual_ranks().is_some() && is_grad_enabled() {
             lock(&self.pace).begin(Instant::now());

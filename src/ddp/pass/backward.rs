@@ -17,6 +17,7 @@ use crate::ddp::pass::order::Member;
 use crate::ddp::pass::parts::{self, StepPart};
 use crate::ddp::pass::settle;
 use crate::ddp::reducer::Gradient;
+use crate::ddp::watch::first;
 use crate::ddp::watch::non_finite;
 use crate::ddp::watch::replicas;
 use crate::goes_with::Feature;
@@ -299,8 +300,9 @@ fn average(loss: &Tensor, pass: &mut Pass, step: Option<&mut StepPart>) -> Resul
         ignored::look(pass, Some(&grads))?;
         micro_batch::end(pass)?;
         if !settle::settle(pass, &mut grads)? {
+            // Without replicas, changes of variables cannot be detected.
             let models = pass.synchronised().filter(|model| model.blocks.is_none());
-            models.for_each(|model| model.first_gradients().come(&model.variables.parameters));
+            models.for_each(|model| _ = lock(&model.first).get_or_insert(!model.has_replicas()));
         }
         replicas::compare_all(pass)?;
         if pass.micro_batch.is_none() {
@@ -428,15 +430,17 @@ fn take_unhooked(grads: &mut GradStore, pass: &Pass) -> Result<Option<String>> {
     Ok(beside)
 }
 
-/// Warns if the program may have expected gradients to accumulate, as in PyTorch.
+/// Warns if the program may have expected gradients to accumulate, as in PyTorch: its training would be wrong without a sign.
 fn warn_of_lost(model: &DistributedModel) -> Result<()> {
-    let is_held = model.marks().is_last_held();
+    let (is_held, mut used) = (model.marks().is_last_held(), lock(&model.first));
     if model.marks().steps.take_left_out() {
-        model.first_gradients().are_left_out();
+        // The next ones count.
+        used.take_if(|used| !*used);
         return Ok(());
     }
-    let lost = model.first_gradients().are_lost(&model.variables.parameters, is_held)?;
-    if lost && model.group().rank() == 0 {
+    first::look(&mut used, &model.variables.parameters)?;
+    let was_unused = used.as_mut().is_some_and(|used| !std::mem::replace(used, true));
+    if was_unused && !is_held && model.group().rank() == 0 {
         let first = model.first_name();
         warn_aloud(format_args!(
             "the gradients of the first backward pass of the model with the parameter {first} were dropped, and no variable \
