@@ -53,7 +53,7 @@ fn main() -> Result<()> {
     let measure = std::env::args().any(|argument| argument == "--bench");
     let options = if measure { Options::parse() } else { Options::parse_from(["images", "--epochs=1", "--train=1"]) };
     let transform = (RandomResizedCrop::default(), RandomHorizontalFlip::default());
-    let folder = Arc::new(ImageFolder::new(&options.folder, transform, Default::default())?);
+    let folder = Arc::new(ImageFolder::new(&options.folder, transform)?);
     let sampler = DistributedSampler::new(folder.len(), 0, 1, SamplerOptions::default())?;
     let Options { batch_size, workers: num_workers, .. } = options;
     let loader_options = LoaderOptions { batch_size, num_workers, ..Default::default() };

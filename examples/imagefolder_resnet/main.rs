@@ -22,9 +22,7 @@ use candle_core::DType;
 use candle_ddp::data::{DataLoader, LoaderOptions, Remainder, SamplerOptions};
 use candle_ddp::optim::{CosineAnnealingLr, Optimizer, ParamsCosineAnnealingLr, ParamsSgd, Sgd};
 use candle_ddp::vision::models::{ResNetOptions, resnet18, resnet34, resnet50};
-use candle_ddp::vision::{
-    CenterCrop, ImageFolder, ImageFolderOptions, Normalize, RandomHorizontalFlip, RandomResizedCrop, Resize, ResizeSize,
-};
+use candle_ddp::vision::{CenterCrop, ImageFolder, Normalize, RandomHorizontalFlip, RandomResizedCrop, Resize};
 use candle_ddp::{DistributedDataParallel, Error, ProcessGroup, Result, nn};
 use candle_nn::VarMap;
 use clap::builder::ArgPredicate;
@@ -125,11 +123,10 @@ fn train(pg: &ProcessGroup, options: &Options) -> Result<()> {
         RandomHorizontalFlip::default(),
     );
     // Of 224 pixels and 256, as everywhere.
-    let resize = Resize { size: ResizeSize::ShorterSide(options.image_size * 8 / 7) };
+    let resize = Resize::ShorterSide(options.image_size * 8 / 7);
     let center = (resize, CenterCrop { size, ..Default::default() });
-    let folder_options = ImageFolderOptions { skip_corrupt: options.skip_corrupt };
-    let train = ImageFolder::new(folder.join("train"), augmentation, folder_options)?;
-    let validation = ImageFolder::new(folder.join("val"), center, ImageFolderOptions::default())?;
+    let train = ImageFolder::new(folder.join("train"), augmentation)?.skip_corrupt(options.skip_corrupt);
+    let validation = ImageFolder::new(folder.join("val"), center)?;
     if train.classes() != validation.classes() {
         let reason = format!("the folders train and val of {} have different classes", folder.display());
         return Err(Error::InvalidArgument { argument: "--data", reason });

@@ -1,6 +1,7 @@
 //! A shuffle that reads a dataset in pieces.
 use super::order::{generator, shuffle};
-use super::{EpochOrder, Order, randperm};
+use super::randperm::permutation;
+use super::{EpochOrder, Order};
 use candle_ddp_state::{Error, Result};
 
 /// How [`BlockShuffle`] shuffles.
@@ -73,7 +74,7 @@ impl Order for BlockShuffle {
 
     fn epoch_order(&self, seed: u64, epoch: u64) -> Result<EpochOrder> {
         let BlockOptions { block, window, lanes } = self.options;
-        let blocks = randperm(self.dataset_len.div_ceil(block), seed.wrapping_add(epoch));
+        let blocks = permutation(self.dataset_len.div_ceil(block), seed.wrapping_add(epoch));
         let mut random = generator(*b"blockshu", seed, epoch);
         let mut lane_of = |lane: usize| {
             let of_lane: Vec<usize> = blocks.iter().skip(lane).step_by(lanes).collect();

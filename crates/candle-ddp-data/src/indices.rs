@@ -31,6 +31,14 @@ impl Indices {
         }
     }
 
+    /// The indices at these places, all of which it must have.
+    pub(super) fn at_places<P: ExactSizeIterator<Item = usize> + Clone>(
+        self,
+        places: P,
+    ) -> impl ExactSizeIterator<Item = usize> + Clone {
+        places.map(move |place| self.at(place))
+    }
+
     pub(super) fn iter(&self) -> impl ExactSizeIterator<Item = usize> + '_ {
         (0..self.len()).map(|position| self.at(position))
     }

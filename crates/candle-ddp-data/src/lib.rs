@@ -31,20 +31,18 @@ mod workers;
 pub use batch::Batch;
 pub use blocks::{BlockOptions, BlockShuffle};
 #[doc(no_inline)]
-pub use candle_ddp_webdataset::{
-    FileVersion, RangeCache, RangeCacheOptions, ReadRange, TarOptions, TarSample, TarShards,
-};
+pub use candle_ddp_webdataset::{FileVersion, RangeCache, RangeCacheOptions, ReadRange, TarSample, TarShards};
 pub use collate::{Collate, default_collate};
 pub use dataset::Dataset;
 pub use group::LoaderGroup;
 pub use iter::LoaderIter;
 pub use lengths::{LengthBatches, LengthOptions};
 pub use loader::DataLoader;
-pub use micro_batch::{MicroBatch, MicroBatches};
+pub use micro_batch::MicroBatch;
 pub use options::{LoaderOptions, Remainder, SamplerOptions};
 pub use order::{EpochOrder, Order};
-pub use randperm::{Permutation, randperm};
-pub use sampler::{DistributedSampler, SamplerIter};
+pub use randperm::randperm;
+pub use sampler::DistributedSampler;
 pub use state::LoaderState;
 pub use tensor_dataset::{Row, TensorDataset};
 pub use weighted::WeightedSampler;

@@ -4,7 +4,6 @@ use candle_ddp_base::panic::lock;
 use candle_ddp_state::Result;
 use candle_ddp_state::seed::Generator;
 use candle_ddp_tensor::seed::forget_draws;
-use std::fmt;
 use std::ops::Range;
 use std::sync::Mutex;
 
@@ -38,8 +37,8 @@ impl<T> MicroBatch<T> {
     }
 }
 
-/// The remaining micro-batches of an epoch: see [`DataLoader::micro_batches`](super::DataLoader::micro_batches).
-pub struct MicroBatches<T> {
+/// The remaining micro-batches of an epoch.
+pub(super) struct MicroBatches<T> {
     batches: LoaderIter<T>,
     /// The numbers of this rank's in a global batch.
     own: Range<usize>,
@@ -68,12 +67,6 @@ impl<T> Iterator for MicroBatches<T> {
 
     fn size_hint(&self) -> (usize, Option<usize>) {
         self.batches.size_hint()
-    }
-}
-
-impl<T> fmt::Debug for MicroBatches<T> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("MicroBatches").field("batches", &self.batches).field("own", &self.own).finish_non_exhaustive()
     }
 }
 

@@ -1,5 +1,4 @@
 //! Orders in which ranks read a dataset.
-use super::Permutation;
 use super::deal::{Deal, Places};
 use super::indices::Indices;
 use super::options::LoaderOptions;
@@ -179,12 +178,6 @@ impl EpochOrder {
 impl FromIterator<usize> for EpochOrder {
     fn from_iter<I: IntoIterator<Item = usize>>(indices: I) -> Self {
         Self::new(indices.into_iter().collect())
-    }
-}
-
-impl From<Permutation> for EpochOrder {
-    fn from(permutation: Permutation) -> Self {
-        Self::new(permutation.into_indices())
     }
 }
 

@@ -7,41 +7,16 @@ use super::indices::Indices;
 /// The number of elements from which PyTorch draws 64 bits, so that `% n` does not favour small indices: `UINT32_MAX / 20`.
 const LARGE: usize = (u32::MAX / 20) as usize;
 
-/// A permutation of `0..len`, in half the memory where the indices fit in 32 bits.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Permutation(Indices);
-
-impl Permutation {
-    /// The number of elements that are permuted.
-    pub fn len(&self) -> usize {
-        self.0.len()
-    }
-
-    /// Whether there is nothing to permute.
-    pub fn is_empty(&self) -> bool {
-        self.len() == 0
-    }
-
-    /// The index at `position`, or `None` from `len` on.
-    pub fn get(&self, position: usize) -> Option<usize> {
-        self.0.get(position)
-    }
-
-    /// The indices in their permuted order.
-    pub fn iter(&self) -> impl ExactSizeIterator<Item = usize> + '_ {
-        self.0.iter()
-    }
-
-    pub(super) fn into_indices(self) -> Indices {
-        self.0
-    }
-}
-
 /// The permutation of `0..n` that `torch.randperm(n, generator=torch.Generator().manual_seed(seed))` returns on the
 /// CPU. Only the low 32 bits of `seed` count, as in PyTorch. A negative seed of PyTorch's is `seed as u64` here.
-pub fn randperm(n: usize, seed: u64) -> Permutation {
+pub fn randperm(n: usize, seed: u64) -> impl ExactSizeIterator<Item = usize> + Clone {
+    permutation(n, seed).at_places(0..n)
+}
+
+/// The same, in half the memory where the indices fit in 32 bits.
+pub(super) fn permutation(n: usize, seed: u64) -> Indices {
     let mut random = Mt19937::new(seed as u32);
-    Permutation(match u32::try_from(n) {
+    match u32::try_from(n) {
         Ok(_) if n < LARGE => {
             let mut indices: Vec<u32> = (0..n as u32).collect();
             for i in 0..n.saturating_sub(1) {
@@ -52,7 +27,7 @@ pub fn randperm(n: usize, seed: u64) -> Permutation {
         }
         Ok(_) => Indices::Narrow(inside_out(n, &mut random, |index| index as u32)),
         Err(_) => Indices::Wide(inside_out(n, &mut random, |index| index as u64)),
-    })
+    }
 }
 
 /// Fisher–Yates, building the permutation as it goes.
@@ -130,7 +105,7 @@ mod tests {
         let narrow = inside_out(1000, &mut Mt19937::new(3), |index| index as u32);
         let wide = inside_out(1000, &mut Mt19937::new(3), |index| index as u64);
         assert!(narrow.iter().map(|&index| u64::from(index)).eq(wide.iter().copied()));
-        let permutation = Permutation(Indices::Wide(wide.clone()));
+        let permutation = Indices::Wide(wide.clone());
         assert_eq!(permutation.len(), 1000);
         assert!(permutation.iter().map(|index| index as u64).eq(wide.iter().copied()));
         assert_eq!(permutation.get(0), Some(wide[0] as usize));

@@ -1,7 +1,7 @@
 //! Which indices of a dataset belong to which rank: PyTorch's `DistributedSampler`, index for index.
-use super::deal::{Deal, Places};
+use super::deal::Deal;
 use super::indices::Indices;
-use super::randperm::randperm;
+use super::randperm::permutation;
 use super::{EpochOrder, Order, Remainder, SamplerOptions};
 use candle_ddp_state::{Error, Result};
 
@@ -79,7 +79,7 @@ impl DistributedSampler {
     ///
     /// The iterator owns the permutation, 4 bytes per sample of the dataset (8 from 2³² samples on), and is all that
     /// grows with the dataset; without `shuffle` nothing does.
-    pub fn iter(&self) -> SamplerIter {
+    pub fn iter(&self) -> impl ExactSizeIterator<Item = usize> + Clone + use<> {
         self.iter_after(0)
     }
 
@@ -90,41 +90,36 @@ impl DistributedSampler {
     /// Since ranks consume an order from its beginning, and the order does not depend on their number, this continues
     /// exactly where a run stopped, also with another `world_size`: the ranks get every sample that was left, once, and
     /// fewer than `world_size` of them are padding or dropped.
-    pub fn iter_after(&self, consumed: usize) -> SamplerIter {
+    pub fn iter_after(&self, consumed: usize) -> impl ExactSizeIterator<Item = usize> + Clone + use<> {
         let places = self.deal.places_after(self.dataset_len, consumed);
         // Nothing is drawn for nobody.
         let shuffle = self.options.shuffle && places.len() > 0;
         let indices =
             if shuffle { self.permutation(self.seed(), self.epoch) } else { Indices::InOrder(self.dataset_len) };
-        SamplerIter { indices, places }
+        indices.at_places(places)
     }
 
     fn permutation(&self, seed: u64, epoch: u64) -> Indices {
-        randperm(self.dataset_len, seed.wrapping_add(epoch)).into_indices()
+        permutation(self.dataset_len, seed.wrapping_add(epoch))
     }
 
     /// How many samples the dataset has.
-    pub fn dataset_len(&self) -> usize {
+    pub(super) fn dataset_len(&self) -> usize {
         self.dataset_len
     }
 
     /// The number of ranks.
-    pub fn world_size(&self) -> usize {
+    pub(super) fn world_size(&self) -> usize {
         self.deal.world_size
     }
 
-    /// The rank that the indices are for.
-    pub fn rank(&self) -> usize {
-        self.deal.rank
-    }
-
     /// The seed of the options, or of the checkpoint that a loader has resumed from.
-    pub fn seed(&self) -> u64 {
+    pub(super) fn seed(&self) -> u64 {
         self.options.seed
     }
 
     /// The epoch that [`set_epoch`](Self::set_epoch) chose; 0 at first.
-    pub fn epoch(&self) -> u64 {
+    pub(super) fn epoch(&self) -> u64 {
         self.epoch
     }
 
@@ -147,33 +142,3 @@ impl Order for DistributedSampler {
         }))
     }
 }
-
-impl IntoIterator for &DistributedSampler {
-    type Item = usize;
-    type IntoIter = SamplerIter;
-
-    fn into_iter(self) -> SamplerIter {
-        self.iter()
-    }
-}
-
-/// The indices of one rank in one epoch: see [`DistributedSampler::iter`].
-#[derive(Debug, Clone)]
-pub struct SamplerIter {
-    indices: Indices,
-    places: Places,
-}
-
-impl Iterator for SamplerIter {
-    type Item = usize;
-
-    fn next(&mut self) -> Option<usize> {
-        self.indices.get(self.places.next()?)
-    }
-
-    fn size_hint(&self) -> (usize, Option<usize>) {
-        self.places.size_hint()
-    }
-}
-
-impl ExactSizeIterator for SamplerIter {}

@@ -1,5 +1,5 @@
 //! Where a data loader is, for checkpoints.
-use super::{DistributedSampler, SamplerIter, SamplerOptions};
+use super::{DistributedSampler, SamplerOptions};
 use candle_core::Tensor;
 use candle_ddp_state::Result;
 use candle_ddp_state::state::{self, Loader, StateDict};
@@ -58,7 +58,11 @@ impl LoaderState {
     ///
     /// # Errors
     /// The errors of [`DistributedSampler::new`].
-    pub fn indices(&self, rank: usize, world_size: usize) -> Result<SamplerIter> {
+    pub fn indices(
+        &self,
+        rank: usize,
+        world_size: usize,
+    ) -> Result<impl ExactSizeIterator<Item = usize> + Clone + use<>> {
         let options = SamplerOptions { seed: self.seed, ..Default::default() };
         let mut sampler = DistributedSampler::new(self.dataset_len, rank, world_size, options)?;
         sampler.set_epoch(self.epoch);

@@ -27,17 +27,8 @@ pub struct Cifar10<T = ()> {
 pub struct Cifar100<T = ()> {
     records: Records,
     transform: T,
-    labels: Cifar100Labels,
-}
-
-/// The labels of CIFAR-100 that a dataset returns.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum Cifar100Labels {
-    /// The 100 classes. The default.
-    #[default]
-    Fine,
-    /// The 20 superclasses.
-    Coarse,
+    /// Which of a record's labels is returned.
+    label: usize,
 }
 
 impl<T: Transform> Cifar10<T> {
@@ -65,13 +56,18 @@ impl<T: Transform> Cifar100<T> {
     /// # Errors
     /// [`Error::Io`] if the file cannot be read; [`Error::DataFile`] if it does not consist of whole records, or has a coarse label
     /// above 19 or a fine one above 99.
-    pub fn new(root: impl AsRef<Path>, split: Split, labels: Cifar100Labels, transform: T) -> Result<Self> {
+    pub fn new(root: impl AsRef<Path>, split: Split, transform: T) -> Result<Self> {
         let file = match split {
             Split::Train => "train.bin",
             Split::Eval => "test.bin",
         };
         let records = Records::read(root.as_ref(), "cifar-100-binary", &[file], &[20, 100])?;
-        Ok(Self { records, transform, labels })
+        Ok(Self { records, transform, label: 1 })
+    }
+
+    /// The same images with the 20 superclasses in place of the 100 classes.
+    pub fn coarse(self) -> Self {
+        Self { label: 0, ..self }
     }
 }
 
@@ -119,11 +115,7 @@ impl<T: Transform> Cifar100<T> {
     pub fn get(&self, index: usize, random: &mut Generator) -> Result<(Image, u32)> {
         let (mut image, labels) = self.records.get(index)?;
         self.transform.apply(&mut image, None, random)?;
-        let label = match self.labels {
-            Cifar100Labels::Coarse => labels[0],
-            Cifar100Labels::Fine => labels[1],
-        };
-        Ok((image, label.into()))
+        Ok((image, labels[self.label].into()))
     }
 }
 

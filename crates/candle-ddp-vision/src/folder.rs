@@ -15,17 +15,6 @@ use std::path::{Path, PathBuf};
 /// torchvision's `IMG_EXTENSIONS`, so that indices are the same. Only JPEG and PNG files can be read.
 const EXTENSIONS: [&[u8]; 9] = [b".jpg", b".jpeg", b".png", b".ppm", b".bmp", b".pgm", b".tif", b".tiff", b".webp"];
 
-/// The options of an [`ImageFolder`].
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct ImageFolderOptions {
-    /// Replace an image that cannot be decoded by the next one, instead of returning an error. Default: false.
-    ///
-    /// The dataset's length stays the same: instead of a damaged image, [`ImageFolder::get`] returns the next one that can be
-    /// decoded, so ranks have as many batches as without damage. [`ImageFolder::skipped`] lists the damaged ones. Leave this off
-    /// in an evaluation, which would count the other image twice.
-    pub skip_corrupt: bool,
-}
-
 /// Images in a folder for each class: torchvision's `ImageFolder`, with the same classes and the same samples at the same
 /// indices.
 ///
@@ -43,7 +32,7 @@ pub struct ImageFolder<T = ()> {
     classes: Vec<String>,
     samples: Vec<(PathBuf, u32)>,
     transform: T,
-    options: ImageFolderOptions,
+    skips_corrupt: bool,
     /// The indices of damaged images.
     skipped: Mutex<BTreeSet<usize>>,
 }
@@ -54,7 +43,7 @@ impl<T: Transform> ImageFolder<T> {
     /// # Errors
     /// [`Error::Io`] if a folder cannot be read; [`Error::DataFile`] if `root` has no folders, if there are no images in one
     /// of them, or if the name of one is not UTF-8.
-    pub fn new(root: impl AsRef<Path>, transform: T, options: ImageFolderOptions) -> Result<Self> {
+    pub fn new(root: impl AsRef<Path>, transform: T) -> Result<Self> {
         let root = root.as_ref();
         let mut classes = Vec::new();
         for (name, path) in entries(root)? {
@@ -84,11 +73,20 @@ impl<T: Transform> ImageFolder<T> {
             }
             return Err(Error::data_file(root, reason));
         }
-        Ok(Self { classes, samples, transform, options, skipped: Mutex::default() })
+        Ok(Self { classes, samples, transform, skips_corrupt: false, skipped: Mutex::default() })
     }
 }
 
 impl<T> ImageFolder<T> {
+    /// Whether an image that cannot be decoded is replaced by the next one, instead of being an error, as it is at first.
+    ///
+    /// The dataset's length stays the same: instead of a damaged image, [`get`](Self::get) returns the next one that can be decoded, so ranks
+    /// have as many batches as without damage. [`skipped`](Self::skipped) lists the damaged ones. Leave this off in an evaluation, which would
+    /// count the other image twice.
+    pub fn skip_corrupt(self, skip: bool) -> Self {
+        Self { skips_corrupt: skip, ..self }
+    }
+
     /// The names of the classes, in the order of their indices.
     pub fn classes(&self) -> &[String] {
         &self.classes
@@ -125,7 +123,7 @@ impl<T: Transform> ImageFolder<T> {
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] if `index` is not below the number of samples; [`Error::Io`] if the file cannot be read;
-    /// [`Error::DataFile`] if it is damaged, or if the transform fails. With [`skip_corrupt`](ImageFolderOptions::skip_corrupt),
+    /// [`Error::DataFile`] if it is damaged, or if the transform fails. With [`skip_corrupt`](Self::skip_corrupt),
     /// damage is an error only if all images are damaged.
     pub fn get(&self, index: usize, random: &mut Generator) -> Result<(Image, u32)> {
         let len = self.samples.len();
@@ -135,7 +133,7 @@ impl<T: Transform> ImageFolder<T> {
         let mut last = None;
         for index in (index..len).chain(0..index) {
             let (path, label) = &self.samples[index];
-            if self.options.skip_corrupt && self.skipped.lock().contains(&index) {
+            if self.skips_corrupt && self.skipped.lock().contains(&index) {
                 continue;
             }
             match Image::open(path) {
@@ -144,7 +142,7 @@ impl<T: Transform> ImageFolder<T> {
                     self.transform.apply(&mut image, None, random).map_err(failed)?;
                     return Ok((image, *label));
                 }
-                Err(error @ Error::DataFile { .. }) if self.options.skip_corrupt => {
+                Err(error @ Error::DataFile { .. }) if self.skips_corrupt => {
                     if self.skipped.lock().insert(index) {
                         log::warn!("skipped: {error}");
                     }

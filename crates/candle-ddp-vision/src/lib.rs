@@ -12,14 +12,13 @@ mod scratch;
 mod transform;
 
 pub use ade20k::Ade20k;
-pub use cifar::{Cifar10, Cifar100, Cifar100Labels};
+pub use cifar::{Cifar10, Cifar100};
 pub use error::{Error, Result};
-pub use folder::{ImageFolder, ImageFolderOptions};
+pub use folder::ImageFolder;
 pub use image::{IGNORE_INDEX, Image, Mask};
 pub use normalize::Normalize;
 pub use transform::{
-    CenterCrop, ColorJitter, RandomCrop, RandomHorizontalFlip, RandomResize, RandomResizedCrop, Resize, ResizeSize,
-    Transform,
+    CenterCrop, ColorJitter, RandomCrop, RandomHorizontalFlip, RandomResize, RandomResizedCrop, Resize, Transform,
 };
 
 /// The part of a dataset's images.

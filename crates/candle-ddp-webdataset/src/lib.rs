@@ -7,4 +7,4 @@ mod tar;
 pub use candle_ddp_base::{Error, Result};
 pub use range_cache::{RangeCache, RangeCacheOptions};
 pub use read_range::{FileVersion, ReadRange};
-pub use tar::{TarOptions, TarSample, TarShards};
+pub use tar::{TarSample, TarShards};

@@ -2,12 +2,13 @@
 use super::DataLoader;
 use crate::batch::{Batch, to_device};
 use crate::iter::{Inline, Position, Progress, Source};
+use crate::micro_batch::MicroBatches;
 use crate::order::Batches;
 use crate::recipe::Recipe;
 #[cfg(feature = "cuda")]
 use crate::upload::{Staged, Uploads};
 use crate::workers::Workers;
-use crate::{Dataset, EpochOrder, LoaderIter, LoaderState, MicroBatches, Remainder};
+use crate::{Dataset, EpochOrder, LoaderIter, LoaderState, MicroBatch, Remainder};
 #[cfg(feature = "cuda")]
 use candle_core::Device;
 use candle_core::Tensor;
@@ -62,7 +63,7 @@ where
     /// # Errors
     /// [`Error::InvalidArgument`] for a loader without micro-batches: its group has no virtual ranks (`InitOptions::virtual_ranks`),
     /// or it has no group, or [`Remainder::Uneven`].
-    pub fn micro_batches(&self) -> Result<MicroBatches<T>> {
+    pub fn micro_batches(&self) -> Result<impl ExactSizeIterator<Item = Result<MicroBatch<T>>> + use<D, T>> {
         if !self.deal.is_virtual() {
             let reason = "the loader has no micro-batches: make its group with InitOptions.virtual_ranks, and the loader in this \
                           group (not from a sampler), with Remainder::Pad or Drop";

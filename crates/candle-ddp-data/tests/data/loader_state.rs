@@ -74,7 +74,7 @@ fn run(len: usize, world_size: usize, batch_size: usize, sampler: SamplerOptions
 
 /// The order that all ranks share in epoch 3.
 fn order(len: usize, options: SamplerOptions) -> Vec<usize> {
-    if options.shuffle { randperm(len, options.seed.wrapping_add(3)).iter().collect() } else { (0..len).collect() }
+    if options.shuffle { randperm(len, options.seed.wrapping_add(3)).collect() } else { (0..len).collect() }
 }
 
 #[test]

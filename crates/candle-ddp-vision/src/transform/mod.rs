@@ -11,7 +11,7 @@ pub use color_jitter::ColorJitter;
 pub use crop::{CenterCrop, RandomCrop};
 pub use flip::RandomHorizontalFlip;
 pub use random_resized_crop::RandomResizedCrop;
-pub use resize::{RandomResize, Resize, ResizeSize};
+pub use resize::{RandomResize, Resize};
 
 use super::{Image, Mask};
 use candle_core::Result;
@@ -23,9 +23,9 @@ use candle_ddp_tensor::seed::Generator;
 ///
 /// ```
 /// use candle_ddp_tensor::seed::Generator;
-/// use candle_ddp_vision::{Image, RandomHorizontalFlip, Resize, ResizeSize, Transform};
+/// use candle_ddp_vision::{Image, RandomHorizontalFlip, Resize, Transform};
 ///
-/// let transform = (Resize { size: ResizeSize::Exact(8, 8) }, RandomHorizontalFlip::default());
+/// let transform = (Resize::Exact(8, 8), RandomHorizontalFlip::default());
 /// let mut image = Image::new(2, 3, vec![0; 18])?;
 /// transform.apply(&mut image, None, &mut Generator::new(0))?;
 /// assert_eq!((image.height(), image.width()), (8, 8));

@@ -8,22 +8,15 @@ use candle_ddp_tensor::seed::Generator;
 
 /// Gives images another size: torchvision's `Resize`, by bilinear interpolation with antialiasing. Masks get the nearest
 /// label.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Resize {
-    /// The new size. Default: the shorter side gets 256 pixels.
-    pub size: ResizeSize,
-}
-
-/// The size that [`Resize`] gives an image.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum ResizeSize {
-    /// Height and width.
+pub enum Resize {
+    /// To this height and width.
     Exact(usize, usize),
-    /// The length of the shorter side. The longer one follows from the image's proportions, rounded down.
+    /// To this length of the shorter side. The longer one follows from the image's proportions, rounded down. Default: 256.
     ShorterSide(usize),
 }
 
-impl Default for ResizeSize {
+impl Default for Resize {
     fn default() -> Self {
         Self::ShorterSide(256)
     }
@@ -31,7 +24,7 @@ impl Default for ResizeSize {
 
 impl Transform for Resize {
     fn apply(&self, image: &mut Image, mask: Option<&mut Mask>, _: &mut Generator) -> Result<()> {
-        resize(image, mask, self.size)
+        resize(image, mask, *self)
     }
 }
 
@@ -59,17 +52,17 @@ impl Transform for RandomResize {
             return Err(Error::invalid("max_size", reason).into());
         }
         let size = min_size + random.below((max_size - min_size) as u64) as usize;
-        resize(image, mask, ResizeSize::ShorterSide(size))
+        resize(image, mask, Resize::ShorterSide(size))
     }
 }
 
-fn resize(image: &mut Image, mask: Option<&mut Mask>, size: ResizeSize) -> Result<()> {
+fn resize(image: &mut Image, mask: Option<&mut Mask>, size: Resize) -> Result<()> {
     let area = Area { top: 0, left: 0, height: image.height(), width: image.width() };
     let longer = |size: usize, longer: usize, shorter: usize| (size as f64 * longer as f64 / shorter as f64) as usize;
     let (height, width) = match size {
-        ResizeSize::Exact(height, width) => (height, width),
-        ResizeSize::ShorterSide(size) if area.width <= area.height => (longer(size, area.height, area.width), size),
-        ResizeSize::ShorterSide(size) => (size, longer(size, area.width, area.height)),
+        Resize::Exact(height, width) => (height, width),
+        Resize::ShorterSide(size) if area.width <= area.height => (longer(size, area.height, area.width), size),
+        Resize::ShorterSide(size) => (size, longer(size, area.width, area.height)),
     };
     resample(image, mask, area, height, width)
 }

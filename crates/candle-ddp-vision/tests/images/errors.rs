@@ -2,9 +2,8 @@
 use crate::values::golden;
 use candle_ddp_tensor::seed::Generator;
 use candle_ddp_vision::{
-    Ade20k, Cifar10, Cifar100, Cifar100Labels, ColorJitter, Error, Image, ImageFolder, ImageFolderOptions, Mask,
-    Normalize, RandomCrop, RandomHorizontalFlip, RandomResize, RandomResizedCrop, Resize, ResizeSize, Result, Split,
-    Transform,
+    Ade20k, Cifar10, Cifar100, ColorJitter, Error, Image, ImageFolder, Mask, Normalize, RandomCrop,
+    RandomHorizontalFlip, RandomResize, RandomResizedCrop, Resize, Result, Split, Transform,
 };
 use std::collections::BTreeMap;
 use std::fmt::Display;
@@ -38,14 +37,14 @@ fn a_damaged_image_is_an_error_or_is_skipped() {
     fs::write(&broken[0], &whole[..whole.len() / 2]).unwrap();
     fs::write(&broken[1], b"RIFF\0\0\0\0WEBPVP8 ").unwrap();
 
-    let strict = ImageFolder::new(root.path(), (), Default::default()).unwrap();
+    let strict = ImageFolder::new(root.path(), ()).unwrap();
     let text = error(strict.get(1, &mut generator()));
     assert!(text.starts_with(&format!("{}: a damaged JPEG file", broken[0].display())), "{text}");
     let text = error(strict.get(3, &mut generator()));
     assert!(text.contains("b/3.jpg: a WebP file: the file must be JPEG or PNG"), "{text}");
     assert!(strict.skipped().is_empty());
 
-    let patient = ImageFolder::new(root.path(), (), ImageFolderOptions { skip_corrupt: true }).unwrap();
+    let patient = ImageFolder::new(root.path(), ()).unwrap().skip_corrupt(true);
     let labels: Vec<u32> = [0, 1, 2, 3, 3, 1].map(|index| patient.get(index, &mut generator()).unwrap().1).to_vec();
     // 1 becomes 2, and 3 becomes 0.
     assert_eq!(labels, [0, 1, 1, 0, 0, 1]);
@@ -95,7 +94,7 @@ fn every_truncated_file_is_damaged() {
 #[test]
 fn folders_that_are_something_else() {
     let root = small_folder();
-    let open = |path: &Path| error(ImageFolder::new(path, (), Default::default()));
+    let open = |path: &Path| error(ImageFolder::new(path, ()));
     assert!(open(&root.path().join("missing")).starts_with("reading the folder "));
     assert!(open(&root.path().join("a")).ends_with("it must contain a folder for each class, and contains none"));
     fs::create_dir_all(root.path().join("c/deeper")).unwrap();
@@ -138,7 +137,7 @@ fn a_folder_with_links_to_itself_is_read_once() {
     {
         std::os::unix::fs::symlink(target, root.path().join(link)).unwrap();
     }
-    let folder = ImageFolder::new(root.path(), (), Default::default()).unwrap();
+    let folder = ImageFolder::new(root.path(), ()).unwrap();
     let samples: Vec<(&str, u32)> = folder
         .samples()
         .iter()
@@ -160,10 +159,10 @@ fn only_regular_files_are_read() {
     let fifo = root.path().join("a/x.png");
     assert!(std::process::Command::new("mkfifo").arg(&fifo).status().unwrap().success());
     std::os::unix::fs::symlink("/dev/zero", root.path().join("a/y.png")).unwrap();
-    let strict = ImageFolder::new(root.path(), (), Default::default()).unwrap();
+    let strict = ImageFolder::new(root.path(), ()).unwrap();
     assert!(error(strict.get(2, &mut generator())).ends_with("a/x.png: it must be a regular file, and is a FIFO"));
     assert!(error(strict.get(3, &mut generator())).ends_with("a/y.png: it must be a regular file, and is a device"));
-    let patient = ImageFolder::new(root.path(), (), ImageFolderOptions { skip_corrupt: true }).unwrap();
+    let patient = ImageFolder::new(root.path(), ()).unwrap().skip_corrupt(true);
     assert_eq!(patient.get(2, &mut generator()).unwrap().1, 1);
     assert_eq!(patient.skipped(), [fifo, root.path().join("a/y.png")]);
 }
@@ -210,8 +209,8 @@ fn cifar_is_read_from_its_binary_files() {
     fs::write(root.path().join("test_batch.bin"), records(10_000, &[10])).unwrap();
     fs::write(inner.join("test.bin"), records(10_000, &[20, 100])).unwrap();
     let ten = Cifar10::new(root.path(), Split::Eval, ()).unwrap();
-    let fine = Cifar100::new(root.path(), Split::Eval, Cifar100Labels::Fine, ()).unwrap();
-    let coarse = Cifar100::new(&inner, Split::Eval, Cifar100Labels::Coarse, ()).unwrap();
+    let fine = Cifar100::new(root.path(), Split::Eval, ()).unwrap();
+    let coarse = Cifar100::new(&inner, Split::Eval, ()).unwrap().coarse();
     assert_eq!((ten.len(), fine.len(), coarse.len()), (10_000, 10_000, 10_000));
     for index in [0, 1, 57, 9_999] {
         let (image, label) = ten.get(index, &mut generator()).unwrap();
@@ -255,7 +254,7 @@ fn arguments_that_make_no_sense() {
     assert!(error(Image::new(usize::MAX, 2, vec![])).contains("are too many"));
     assert!(error(Mask::new(0, 2, vec![])).contains("must be at least 1"));
     let try_out = |transform: &dyn Transform| error(transform.apply(&mut image(), None, &mut generator()));
-    let size = |height, width| Resize { size: ResizeSize::Exact(height, width) };
+    let size = |height, width| Resize::Exact(height, width);
     assert!(try_out(&size(0, 5)).contains("must be at least 1"));
     assert!(try_out(&size(1 << 30, 1 << 30)).contains("are too many"));
     assert!(try_out(&RandomCrop { size: (4, 7), ..Default::default() }).contains("set pad_if_needed"));
@@ -282,7 +281,7 @@ fn arguments_that_make_no_sense() {
 
     // An error of a transform names the file.
     let root = small_folder();
-    let folder = ImageFolder::new(root.path(), RandomCrop::default(), Default::default()).unwrap();
+    let folder = ImageFolder::new(root.path(), RandomCrop::default()).unwrap();
     let text = error(folder.get(0, &mut generator()));
     assert!(text.contains("a/0.jpg: size: 224×224 pixels"), "{text}");
 }

@@ -4,7 +4,7 @@ use candle_core::{Device, Tensor};
 use candle_ddp_tensor::seed::Generator;
 use candle_ddp_vision::{
     Ade20k, CenterCrop, ColorJitter, IGNORE_INDEX, Image, ImageFolder, Mask, Normalize, RandomCrop,
-    RandomHorizontalFlip, RandomResize, RandomResizedCrop, Resize, ResizeSize, Split, Transform,
+    RandomHorizontalFlip, RandomResize, RandomResizedCrop, Resize, Split, Transform,
 };
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -34,7 +34,7 @@ fn the_folder_is_torchvisions_and_its_images_are_pillows() {
     let text = std::fs::read_to_string(golden().join("folder.json")).unwrap();
     let listing: serde_json::Value = serde_json::from_str(&text).unwrap();
     let root = golden().join("folder");
-    let folder = ImageFolder::new(&root, (), Default::default()).unwrap();
+    let folder = ImageFolder::new(&root, ()).unwrap();
     assert_eq!(serde_json::to_value(folder.class_to_idx()).unwrap(), listing["class_to_idx"]);
     let samples = folder.samples().iter().map(|(path, label)| (path.strip_prefix(&root).unwrap(), label));
     assert_eq!(serde_json::to_value(samples.collect::<Vec<_>>()).unwrap(), listing["samples"]);
@@ -63,12 +63,12 @@ fn the_folder_is_torchvisions_and_its_images_are_pillows() {
 fn transform(name: &str) -> (Box<dyn Transform>, u8) {
     let fill = RandomCrop { fill: [9, 8, 7], mask_fill: 77, ..Default::default() };
     let part = RandomResizedCrop::default();
-    let exact = |height, width| Resize { size: ResizeSize::Exact(height, width) };
+    let exact = |height, width| Resize::Exact(height, width);
     match name {
         "resize_exact" => (Box::new(exact(21, 30)), 1),
         "resize_larger" => (Box::new(exact(37, 45)), 1),
         "resize_one_side" => (Box::new(exact(28, 20)), 1),
-        "resize_shorter" => (Box::new(Resize { size: ResizeSize::ShorterSide(25) }), 1),
+        "resize_shorter" => (Box::new(Resize::ShorterSide(25)), 1),
         "random_resize" => (Box::new(RandomResize { min_size: 12, max_size: 40 }), 1),
         "random_resized_crop" => (Box::new(RandomResizedCrop { size: (20, 16), ..part }), 1),
         "random_resized_crop_middle" => {

@@ -113,8 +113,7 @@ fn load(shard: &Shard, owner: u64, file: &Path) -> Result<Option<Index>> {
         Err(Unread::Absent) => return Ok(None),
         Err(Unread::Damaged) => return bad("is damaged, or of another version"),
         Err(Unread::Foreign) => {
-            let reason =
-                "it is where an index should be, but is none: move it away, or choose TarOptions::index_folder";
+            let reason = "it is where an index should be, but is none: move it away, or open the shards by TarShards::with_index_folder";
             return Err(Error::data_file(file, reason));
         }
         Err(Unread::Failed(error)) => return Err(reading(error)),
@@ -219,7 +218,7 @@ fn save(index: &Index, owner: u64) -> Result<()> {
     let written = PreparedFile::create_over_links(file).and_then(write);
     written.map_err(|error| {
         let hint =
-            "an index is kept beside its shard, or in TarOptions::index_folder; choose a folder that may be written";
+            "an index is kept beside its shard, or in the folder of TarShards::with_index_folder; choose a folder that may be written";
         Error::io(hint, io::Error::other(error))
     })
 }

@@ -16,13 +16,6 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// Where [`TarShards`] keeps its indices.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct TarOptions {
-    /// The folder for the indices, which must exist. Default: none, which puts each index next to its shard, as `SHARD.index`.
-    pub index_folder: Option<PathBuf>,
-}
-
 /// Samples in plain tar files, with the names of [WebDataset](https://github.com/webdataset/webdataset): the files of a sample lie
 /// next to each other and share their path up to the first dot of the file name. `0001.jpg` and `0001.cls` are the files `jpg`
 /// and `cls` of the sample `0001`. `tar --sort=name -cf shard-000.tar FOLDER` makes such a shard.
@@ -75,7 +68,8 @@ impl TarShards {
         Self::new(shards)
     }
 
-    /// The shards `paths`, in the order of their paths, whatever the order in which they are given.
+    /// The shards `paths`, in the order of their paths, whatever the order in which they are given. Each has its index next to it, as
+    /// `SHARD.index`.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] if there is no shard, one is there twice, or there is no sample in any of them;
@@ -83,15 +77,18 @@ impl TarShards {
     /// made, or has the files of a sample in different places; it names the shard and the offset. [`Error::Io`] if an index
     /// cannot be written.
     pub fn new(paths: impl IntoIterator<Item = impl Into<PathBuf>>) -> Result<Self> {
-        Self::with_options(paths, TarOptions::default())
+        Self::open(paths.into_iter().map(Into::into).collect(), None, None)
     }
 
-    /// Like [`new`](Self::new), with options.
+    /// Like [`new`](Self::new), with the indices in `index_folder`, which must exist.
     ///
     /// # Errors
     /// The errors of [`new`](Self::new).
-    pub fn with_options(paths: impl IntoIterator<Item = impl Into<PathBuf>>, options: TarOptions) -> Result<Self> {
-        Self::open(paths.into_iter().map(Into::into).collect(), None, options.index_folder.as_deref())
+    pub fn with_index_folder(
+        paths: impl IntoIterator<Item = impl Into<PathBuf>>,
+        index_folder: impl AsRef<Path>,
+    ) -> Result<Self> {
+        Self::open(paths.into_iter().map(Into::into).collect(), None, Some(index_folder.as_ref()))
     }
 
     /// Shards that lie elsewhere, under the names `names`, with their indices in a folder here. Ranks on one host may share it.

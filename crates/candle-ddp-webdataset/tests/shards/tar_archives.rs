@@ -1,7 +1,7 @@
 //! `TarShards` of archives that GNU tar and bsdtar have made, and of those that are not whole.
 use candle_ddp_testing::Random;
 use candle_ddp_testing::tar_files::{files, shard};
-use candle_ddp_webdataset::{Error, Result, TarOptions, TarSample, TarShards};
+use candle_ddp_webdataset::{Error, Result, TarSample, TarShards};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
@@ -260,17 +260,16 @@ fn an_index_is_of_one_shard() {
     // Nor does a file go over somebody else's.
     for foreign in [&b"my own list"[..], b"d"] {
         fs::write(path("b.tar.index"), foreign).unwrap();
-        refused(open("b.tar"), "foreign", &["is none", "TarOptions::index_folder"]);
+        refused(open("b.tar"), "foreign", &["is none", "TarShards::with_index_folder"]);
         assert_eq!(fs::read(path("b.tar.index")).unwrap(), foreign);
     }
     // A folder of indices, for shards of the same name.
     let indices = tempdir().unwrap();
     let other = tempdir().unwrap();
     fs::rename(path("b.tar"), other.path().join("a.tar")).unwrap();
-    let options = TarOptions { index_folder: Some(indices.path().into()) };
     for _ in 0..2 {
         for (folder, expected) in [(&folder, &a), (&other, &b)] {
-            let shards = TarShards::with_options([folder.path().join("a.tar")], options.clone());
+            let shards = TarShards::with_index_folder([folder.path().join("a.tar")], &indices);
             assert_eq!(all(shards).unwrap(), *expected);
         }
     }

@@ -1,6 +1,6 @@
 //! `TarShards`: samples of tar files, their indices, and shards that are damaged or change.
 use candle_ddp_testing::tar_files::{files, shard};
-use candle_ddp_webdataset::{Error, Result, TarOptions, TarShards};
+use candle_ddp_webdataset::{Error, Result, TarShards};
 use std::fs;
 use std::path::Path;
 use tempfile::tempdir;
@@ -64,7 +64,7 @@ fn an_index_is_made_once_and_again_if_it_is_damaged() {
     let (folder, indices) = (tempdir().unwrap(), tempdir().unwrap());
     let path = folder.path().join("a.tar");
     shard(&path, &files(0..20));
-    let open = || TarShards::with_options([&path], TarOptions { index_folder: Some(indices.path().into()) }).unwrap();
+    let open = || TarShards::with_index_folder([&path], &indices).unwrap();
     let index = || {
         let mut files: Vec<_> = fs::read_dir(indices.path()).unwrap().map(|file| file.unwrap().path()).collect();
         assert_eq!(files.len(), 1, "{files:?}");
