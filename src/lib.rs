@@ -95,14 +95,17 @@ pub mod optim;
 pub mod prelude;
 mod process_group;
 pub mod rendezvous;
+pub mod seed;
 pub mod trace;
 mod virtual_ranks;
 #[cfg(feature = "vision")]
 pub mod vision;
 
 // The modules of the crates that this one is made of.
+#[cfg(feature = "nccl")]
+use candle_ddp_base::random;
+use candle_ddp_base::{deadline, host, panic, thread, warnings};
 use candle_ddp_data::origin;
-use candle_ddp_base::{deadline, host, panic, random, thread, warnings};
 use candle_ddp_state::{cbor, error, hash, placement, state, variables};
 use candle_ddp_tensor::{self as tensor, kernels};
 
@@ -110,7 +113,7 @@ pub use backend::batch::P2pOp;
 pub use backend::work::Work;
 pub use candle_ddp_engine::ReduceOp;
 #[doc(inline)]
-pub use candle_ddp_state::{Context, Error, Failure, NamePredicate, Result, seed};
+pub use candle_ddp_state::{Context, Error, Failure, Result};
 pub use ddp::{
     Backward, Block, Buckets, DdpOptions, DeviceMemory, DistributedDataParallel, DistributedModel, Freeze, JoinOptions,
     Joined, MemoryEstimate, NoSync, OnNonFinite, Precision, ReplicaCheck, Role, Sharding, Unused, backward_with, block,

@@ -9,7 +9,7 @@ pub(crate) use candle_ddp_rendezvous::{
     RendezvousOptions, RunStore, StoreReports, absent_ranks, count_step, decode_report, decode_reports, encode_report,
     meet,
 };
-#[doc(inline)]
+#[doc(no_inline)]
 pub use candle_ddp_rendezvous::{
     Error, FileStore, HashStore, LastWill, PrefixStore, Result, Secret, Store, TcpStore, TcpStoreOptions,
     TcpStoreServer, TcpStoreServerOptions,

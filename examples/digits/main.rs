@@ -143,8 +143,8 @@ pub(crate) fn train(pg: &ProcessGroup, options: &Options) -> Result<()> {
             ("world_size", world_size.into()),
             ("parameter_hash", parameter_hash.as_str().into()),
         ];
-        let gradient_bytes = traffic.map(|traffic| ("gradient_bytes", traffic.gradient_bytes.into()));
-        let bytes_sent = traffic.and_then(|traffic| Some(("bytes_sent", traffic.bytes_sent?.into())));
+        let gradient_bytes = traffic.map(|(gradient_bytes, _)| ("gradient_bytes", gradient_bytes.into()));
+        let bytes_sent = traffic.and_then(|(_, bytes_sent)| Some(("bytes_sent", bytes_sent?.into())));
         fields.extend([gradient_bytes, bytes_sent].into_iter().flatten());
         writer.write(&fields)?;
         if let Some(checkpointer) = &mut checkpointer {
@@ -156,10 +156,8 @@ pub(crate) fn train(pg: &ProcessGroup, options: &Options) -> Result<()> {
     }
 
     let mut results = vec![("test accuracy", format!("{:.2} %", 100. * test_accuracy))];
-    if let Some(traffic) = ddp.comm_hook_traffic()
-        && let Some(sent) = traffic.bytes_sent
-    {
-        results.push(("bytes sent", format!("{sent} for {} bytes of gradients", traffic.gradient_bytes)));
+    if let Some((gradient_bytes, Some(sent))) = ddp.comm_hook_traffic() {
+        results.push(("bytes sent", format!("{sent} for {gradient_bytes} bytes of gradients")));
     }
     summary.print(&ddp, &results)?;
     require("--require-accuracy", options.require_accuracy, "the test accuracy", test_accuracy)

@@ -63,7 +63,7 @@ mod save_pretrained;
 pub use adapter::{load_adapter, read_adapter_config, save_adapter};
 #[doc(inline)]
 pub use candle_ddp_state::weights::{
-    LoadOptions, LoadReport, Pretrained, Rename, load, load_tensors, load_with, read, save, save_tensors,
+    LoadOptions, LoadReport, Pretrained, load, load_tensors, load_with, read, save, save_tensors,
 };
 #[doc(inline)]
 pub use candle_ddp_state::{Parts, PerRank, RankZero, Serde, StateDict};

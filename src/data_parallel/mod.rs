@@ -16,36 +16,12 @@ pub use graph::backward;
 pub use replica::{Replica, replicate};
 pub use scatter_gather::{gather, scatter};
 
-use crate::variables::Parameters;
-use crate::variables::{NamePredicate, is_batch_norm_buffer};
+use crate::variables::{Parameters, is_batch_norm_buffer};
 use crate::{Error, Result};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, DeviceLocation, Module, ModuleT, Tensor, Var};
 use candle_nn::{VarBuilder, VarMap};
 use std::fmt;
-use std::sync::Arc;
-
-/// Options of [`DataParallel`].
-#[derive(Clone)]
-pub struct DataParallelOptions {
-    /// The dtype of variables that the `VarMap` does not contain yet. Default: f32.
-    pub dtype: DType,
-    /// Selects the variables that are buffers instead of [`parameters`](DataParallel::parameters), in addition to those of
-    /// integer dtype and those whose names end in `running_mean`, `running_var` or `num_batches_tracked`. Default: none.
-    pub is_buffer: NamePredicate,
-}
-
-impl Default for DataParallelOptions {
-    fn default() -> Self {
-        Self { dtype: DType::F32, is_buffer: Arc::new(|_| false) }
-    }
-}
-
-impl fmt::Debug for DataParallelOptions {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("DataParallelOptions").field("dtype", &self.dtype).finish_non_exhaustive()
-    }
-}
 
 /// A model that splits each batch over several devices: PyTorch's `DataParallel`.
 ///
@@ -90,7 +66,6 @@ impl fmt::Debug for DataParallelOptions {
 pub struct DataParallel<M> {
     replicas: Vec<Replica<M>>,
     output_device: Device,
-    is_buffer: NamePredicate,
     /// A variable on which every output depends, so that candle's backward pass reaches the replicas.
     root: Var,
 }
@@ -112,26 +87,26 @@ impl<M> DataParallel<M> {
     where
         Error: From<E>,
     {
-        Self::with_options(devices, output_device, varmap, build, DataParallelOptions::default())
+        Self::with_dtype(devices, output_device, varmap, DType::F32, build)
     }
 
-    /// Like [`new`](Self::new), with options.
+    /// Like [`new`](Self::new), with missing variables of this dtype.
     ///
     /// # Errors
     /// See [`new`](Self::new).
-    pub fn with_options<E>(
+    pub fn with_dtype<E>(
         devices: &[Device],
         output_device: &Device,
         varmap: &VarMap,
+        dtype: DType,
         build: impl Fn(VarBuilder<'static>) -> std::result::Result<M, E>,
-        options: DataParallelOptions,
     ) -> Result<Self>
     where
         Error: From<E>,
     {
-        let replicas = replicate(devices, varmap, options.dtype, build)?;
+        let replicas = replicate(devices, varmap, dtype, build)?;
         let root = Var::zeros((), DType::F32, output_device)?;
-        Ok(Self { replicas, output_device: output_device.clone(), is_buffer: options.is_buffer, root })
+        Ok(Self { replicas, output_device: output_device.clone(), root })
     }
 
     /// Runs the backward pass through everything that `loss` depends on: this model's outputs, those of other
@@ -187,15 +162,15 @@ impl<M> DataParallel<M> {
         self.named_variables(false)
     }
 
-    /// Returns the buffers with the model's own names, in the order in which the model requested them.
+    /// Returns the buffers with the model's own names, in the order in which the model requested them: the variables of integer dtype,
+    /// and those whose names end in `running_mean`, `running_var` or `num_batches_tracked`.
     pub fn named_buffers(&self) -> Vec<(String, Var)> {
         self.named_variables(true)
     }
 
     fn named_variables(&self, buffers: bool) -> Vec<(String, Var)> {
         let variables = self.replicas[0].local_variables().variables.iter();
-        let is_buffer =
-            |name: &str, var: &Var| !var.dtype().is_float() || is_batch_norm_buffer(name) || (self.is_buffer)(name);
+        let is_buffer = |name: &str, var: &Var| !var.dtype().is_float() || is_batch_norm_buffer(name);
         variables
             .filter(|variable| is_buffer(&variable.name, &variable.var) == buffers)
             .map(|variable| (variable.name.clone(), variable.var.clone()))

@@ -35,7 +35,7 @@ use crate::process_group::{Active, Operation, ProcessGroup};
 use crate::state::{PerRank, StateDict};
 use candle_core::backprop::GradStore;
 use candle_core::{Tensor, Var};
-use comm_hook::{CommHook, CommHookTraffic};
+use comm_hook::CommHook;
 use model::parameter::{Buffer, Frozen, Parameter};
 use reducer::hook_state::CommHookState;
 use std::fmt;
@@ -306,8 +306,10 @@ impl<M> DistributedDataParallel<M> {
         self.core.reducer.set_comm_hook(hook)
     }
 
-    /// The bytes that the registered communication hook has received and sent so far; None without a hook.
-    pub fn comm_hook_traffic(&self) -> Option<CommHookTraffic> {
+    /// The bytes of all gradients that the registered communication hook has received so far, and the bytes that this rank passed to collectives
+    /// for them; None without a hook. The latter include one byte per parameter for the used flags, one for requests to stop, and one if
+    /// [`DdpOptions::on_non_finite`] is set, and are None if the hook does not count them.
+    pub fn comm_hook_traffic(&self) -> Option<(u64, Option<u64>)> {
         self.core.reducer.comm_hook_traffic()
     }
 
@@ -343,18 +345,10 @@ impl<M> DistributedDataParallel<M> {
     }
 
     /// The [frozen](Role::Frozen) variables with the model's names for them, in the order in which the model
-    /// requested them. Together with [`named_parameters`](Self::named_parameters) and
-    /// [`named_buffers`](Self::named_buffers), these are all variables of the model.
+    /// requested them. Together with [`named_parameters`](Self::named_parameters), they are what PyTorch's `named_parameters` returns, for
+    /// averages of weights that may be thawed later; with [`named_buffers`](Self::named_buffers), they are all variables of the model.
     pub fn named_frozen(&self) -> Vec<(String, Var)> {
         self.core.variables.frozen.iter().map(|Frozen { name, var, .. }| (name.clone(), var.clone())).collect()
-    }
-
-    /// All variables of the model but its buffers, with the model's names for them: the
-    /// [`named_parameters`](Self::named_parameters), then the [frozen](Self::named_frozen) ones. For averages of
-    /// weights and everything else that concerns a whole model, part of which may be thawed later. PyTorch's
-    /// `named_parameters`, in which those without `requires_grad` are as well.
-    pub fn named_weights(&self) -> Vec<(String, Var)> {
-        self.named_parameters().into_iter().chain(self.named_frozen()).collect()
     }
 
     /// The parameters whose gradients are averaged.

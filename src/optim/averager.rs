@@ -19,37 +19,29 @@ use std::collections::HashMap;
 #[derive(Clone, Debug)]
 pub struct PeriodicModelAverager {
     group: ProcessGroup,
-    options: PeriodicModelAveragerOptions,
+    period: u64,
+    warmup_steps: u64,
     step: u64,
     /// The list of parameters, once all ranks have compared it.
     agreed: Option<String>,
 }
 
-/// When a [`PeriodicModelAverager`] averages.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct PeriodicModelAveragerOptions {
-    /// It averages in every `period`-th step after the first one in which it does.
-    pub period: u64,
-    /// The first step in which it averages, counted from 0.
-    pub warmup_steps: u64,
-}
-
 impl PeriodicModelAverager {
-    /// Every rank of `group` must create one with the same options.
+    /// Averages first in step `warmup_steps`, counted from 0, and then in every `period`-th step. Every rank of `group` must give the same.
     ///
     /// # Errors
     /// Returns [`Error::InvalidArgument`] for a period of 0.
-    pub fn new(group: &ProcessGroup, options: PeriodicModelAveragerOptions) -> Result<Self> {
-        if options.period == 0 {
+    pub fn new(group: &ProcessGroup, period: u64, warmup_steps: u64) -> Result<Self> {
+        if period == 0 {
             return Err(Error::invalid("period", "it must be at least 1"));
         }
-        if options.period == 1 {
+        if period == 1 {
             log::warn!(
                 "a PeriodicModelAverager of period 1 sends as much as averaging the gradients would: use \
                  DistributedDataParallel alone"
             );
         }
-        Ok(Self { group: group.clone(), options, step: 0, agreed: None })
+        Ok(Self { group: group.clone(), period, warmup_steps, step: 0, agreed: None })
     }
 
     /// Call this after every optimizer step, on every rank, with the same [parameters](Parameters), such as a `&VarMap` or a
@@ -64,7 +56,7 @@ impl PeriodicModelAverager {
     /// Returns [`Error::Mismatch`] on all ranks if names, shapes, dtypes or the elements of pieces differ, and the errors of
     /// [`ProcessGroup::all_reduce`].
     pub fn average_parameters(&mut self, parameters: impl Into<Parameters>) -> Result<bool> {
-        let PeriodicModelAveragerOptions { period, warmup_steps } = self.options;
+        let (period, warmup_steps) = (self.period, self.warmup_steps);
         let due = self.step >= warmup_steps && (self.step - warmup_steps).is_multiple_of(period);
         if due && self.group.world_size() > 1 {
             let mut parameters: Vec<_> =

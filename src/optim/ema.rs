@@ -12,7 +12,7 @@ use candle_core::{DType, Tensor, Var, WithDType};
 /// equally, as in stochastic weight averaging (SWA): `AveragedModel` as it is.
 ///
 /// By default, the first [`update`](Self::update) copies the weights, as in PyTorch; each further one moves the average by
-/// `1 - decay` of the distance towards them. [`EmaOptions::from_construction`] begins with the weights from the construction instead.
+/// `1 - decay` of the distance towards them. [`starting_from_construction`](Self::starting_from_construction) begins with the weights from the construction instead.
 /// Averages of 16-bit weights are kept in f32, since their own dtype would round such small changes away (PyTorch keeps that
 /// dtype). Variables of integer type are left alone. Buffers are averaged if they are given.
 ///
@@ -20,30 +20,14 @@ use candle_core::{DType, Tensor, Var, WithDType};
 /// pieces: [`apply`](Self::apply) evaluates the averaged model, and [saves](crate::checkpoint) it as any other. A
 /// [`Checkpointer`](crate::checkpoint::Checkpointer) saves the `Ema` itself, and loads it on any number of ranks, with or without sharding.
 pub struct Ema {
-    options: EmaOptions,
+    decay: Option<f64>,
+    from_construction: bool,
     updates: u64,
     slots: Vec<Slot>,
     /// Whether the names of the parameters are the caller's.
     named: bool,
     /// The weights that [`apply`](Self::apply) replaced.
     replaced: Option<Vec<Tensor>>,
-}
-
-/// Options of an [`Ema`].
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct EmaOptions {
-    /// The share of the average that stays in each update, from 0 to 1. None: equal averages, by a share of `n / (n + 1)` after `n` updates.
-    /// Default: 0.999.
-    pub decay: Option<f64>,
-    /// Whether the average begins with the weights from the construction of the [`Ema`], as in most diffusion programs. Otherwise the first
-    /// update copies the weights, as in PyTorch. Default: false.
-    pub from_construction: bool,
-}
-
-impl Default for EmaOptions {
-    fn default() -> Self {
-        Self { decay: Some(0.999), from_construction: false }
-    }
 }
 
 /// The kind of its state.
@@ -63,7 +47,8 @@ struct Slot {
 impl std::fmt::Debug for Ema {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Ema")
-            .field("options", &self.options)
+            .field("decay", &self.decay)
+            .field("from_construction", &self.from_construction)
             .field("updates", &self.updates)
             .field("parameters", &self.slots.len())
             .field("is_applied", &self.replaced.is_some())
@@ -72,23 +57,16 @@ impl std::fmt::Debug for Ema {
 }
 
 impl Ema {
-    /// Averages `parameters`, such as a `&DistributedDataParallel` or a `&VarMap`. An average of a `Vec<Var>` cannot be saved. `decay` is a
-    /// number or None, as in [`EmaOptions`].
+    /// Averages `parameters`, such as a `&DistributedDataParallel` or a `&VarMap`. An average of a `Vec<Var>` cannot be saved. `decay`
+    /// is the share of the average that stays in each update, from 0 to 1, such as 0.999. With None, averages are equal, by a share of
+    /// `n / (n + 1)` after `n` updates.
     ///
     /// # Errors
     /// Returns [`Error::InvalidArgument`] unless `0 <= decay <= 1`; [`Error::Parameter`] for a parameter whose name is
     /// given twice, whose dtype has no kernel, or that is not contiguous.
     pub fn new(parameters: impl Into<Parameters>, decay: impl Into<Option<f64>>) -> Result<Self> {
-        Self::with_options(parameters, EmaOptions { decay: decay.into(), ..Default::default() })
-    }
-
-    /// Like [`new`](Self::new), with all options.
-    ///
-    /// # Errors
-    /// The errors of `new`.
-    pub fn with_options(parameters: impl Into<Parameters>, options: EmaOptions) -> Result<Self> {
-        let Parameters { variables, named } = parameters.into();
-        check_decay(options.decay)?;
+        let (Parameters { variables, named }, decay) = (parameters.into(), decay.into());
+        check_decay(decay)?;
         let mut names = std::collections::HashSet::new();
         let mut slots = Vec::with_capacity(variables.len());
         for (name, var) in variables {
@@ -115,7 +93,13 @@ impl Ema {
             let average = widen(&flat, dtype)?;
             slots.push(Slot { name, placement: Placement::of(&var), var, flat, average });
         }
-        Ok(Self { options, updates: 0, slots, named, replaced: None })
+        Ok(Self { decay, from_construction: false, updates: 0, slots, named, replaced: None })
+    }
+
+    /// Begins with the weights from the construction, as in most diffusion programs. Otherwise the first update copies the weights, as in
+    /// PyTorch.
+    pub fn starting_from_construction(self) -> Self {
+        Self { from_construction: true, ..self }
     }
 
     /// Sets the decay of the further updates, or None.
@@ -125,7 +109,7 @@ impl Ema {
     pub fn set_decay(&mut self, decay: impl Into<Option<f64>>) -> Result<()> {
         let decay = decay.into();
         check_decay(decay)?;
-        self.options.decay = decay;
+        self.decay = decay;
         Ok(())
     }
 
@@ -136,9 +120,9 @@ impl Ema {
     pub fn update(&mut self) -> Result<()> {
         self.refuse_if_applied("update")?;
         // How many weights the average is of.
-        let count = self.updates + u64::from(self.options.from_construction);
+        let count = self.updates + u64::from(self.from_construction);
         let equal = count as f64 / (count + 1) as f64;
-        let decay = self.options.decay.filter(|_| count > 0).unwrap_or(equal);
+        let decay = self.decay.filter(|_| count > 0).unwrap_or(equal);
         for slot in &self.slots {
             let dtype = slot.average.dtype();
             if slot.flat.device().is_cpu() {

@@ -1,10 +1,12 @@
 //! The interface of all optimizers.
 use super::rule::not_negative;
+use super::shards;
 use crate::amp::GradScaler;
 use crate::backend::label;
+use crate::checkpoint::LoadReport;
 use crate::placement::Placement;
 use crate::process_group::ProcessGroup;
-use crate::state::file::{WriteJob, read_safetensors};
+use crate::state::file::WriteJob;
 use crate::state::{self, Dict, KIND, Loader, PART_OF, Saved, StateDict};
 use crate::{Error, Result};
 use candle_core::Tensor;
@@ -117,7 +119,8 @@ pub trait Optimizer: StateDict {
         self.step(grads)
     }
 
-    /// Loads what a state has of this optimizer's parameters, by name, and reports the rest: for a state that was saved
+    /// Loads what a state has of this optimizer's parameters, by name, and reports which were loaded, are missing from the state, or are
+    /// unexpected, since the optimizer does not train them: for a state that was saved
     /// with fewer or more trained parameters, before layers were thawed or frozen. Parameters that the state does not know
     /// keep the state that they have, which is none in a new optimizer. The learning rates stay as they are, since the groups
     /// may be others. [`load_state_dict`](StateDict::load_state_dict) takes only a state of the same parameters. Gradients end
@@ -127,7 +130,7 @@ pub trait Optimizer: StateDict {
     /// # Errors
     /// The errors of `load_state_dict` for a state of another kind of optimizer, or of a parameter of another shape.
     /// Nothing is changed then.
-    fn load_known(&mut self, state: &HashMap<String, Tensor>) -> Result<KnownState> {
+    fn load_known(&mut self, state: &HashMap<String, Tensor>) -> Result<LoadReport> {
         let mut own = self.state_dict()?;
         let state = &*joined(state, &own)?;
         let names = |dict: &HashMap<String, Tensor>| dict.keys().filter_map(|key| parameter(key)).collect();
@@ -137,10 +140,11 @@ pub trait Optimizer: StateDict {
         let known = state.iter().filter(|(key, _)| is_known(key) || *key == KIND);
         own.extend(known.map(|(key, tensor)| (key.clone(), tensor.clone())));
         self.load_state_dict(&own)?;
-        Ok(KnownState {
+        Ok(LoadReport {
             loaded: mine.intersection(&theirs).cloned().collect(),
-            new: mine.difference(&theirs).cloned().collect(),
-            gone: theirs.difference(&mine).cloned().collect(),
+            missing: mine.difference(&theirs).cloned().collect(),
+            unexpected: theirs.difference(&mine).cloned().collect(),
+            ..Default::default()
         })
     }
 
@@ -158,28 +162,17 @@ pub trait Optimizer: StateDict {
         label::OPTIMIZER_SAVE.during(|| group.write_together(job)).map(drop)
     }
 
-    /// Loads a file of [`save_distributed`](Self::save_distributed) or [`StateDict::save`] on every rank.
+    /// Loads a file of [`save_distributed`](Self::save_distributed) or [`StateDict::save`] on every rank, or a folder to which an earlier
+    /// version's `save_shards` has written the shards of a sharded optimizer.
     ///
     /// # Errors
     /// Returns an error on every rank if one of them cannot read its file or the state does not fit: that rank gets its
     /// own error, the others get [`Error::RankFailed`].
     fn load_distributed(&mut self, group: &ProcessGroup, path: &Path) -> Result<()> {
-        let dict = label::OPTIMIZER_LOAD.during(|| group.agree(read_safetensors(path)))?;
-        let loaded = self.load_state_dict(&dict);
+        let prepared = shards::read(path).and_then(|saved| self.prepare(saved, group.rank(), group.world_size()));
+        let loaded = label::OPTIMIZER_LOAD.during(|| group.agree(prepared))?();
         label::OPTIMIZER_LOAD.during(|| group.agree(loaded))
     }
-}
-
-/// The parameters that [`Optimizer::load_known`] loaded, and those that it did not. The names are sorted.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct KnownState {
-    /// The parameters whose state was loaded.
-    pub loaded: Vec<String>,
-    /// The optimizer's parameters that the state does not know.
-    pub new: Vec<String>,
-    /// The state's parameters that the optimizer does not train.
-    pub gone: Vec<String>,
 }
 
 /// The whole state, if `state` has the parts of all ranks. `own` has the shapes.
@@ -251,7 +244,7 @@ impl<O: Optimizer + ?Sized> Optimizer for Box<O> {
         (**self).step_part(grads, is_last)
     }
 
-    fn load_known(&mut self, state: &HashMap<String, Tensor>) -> Result<KnownState> {
+    fn load_known(&mut self, state: &HashMap<String, Tensor>) -> Result<LoadReport> {
         (**self).load_known(state)
     }
 

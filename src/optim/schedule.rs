@@ -123,19 +123,10 @@ impl<S: Schedule> LrScheduler<S> {
     /// # Errors
     /// Returns [`Error::InvalidArgument`] for invalid options.
     pub fn new(optimizer: &mut (impl Optimizer + ?Sized), schedule: S) -> Result<Self> {
-        let scheduler = Self::from_rates(optimizer.learning_rates(), schedule)?;
+        schedule.check()?;
+        let scheduler = Self { schedule, base: optimizer.learning_rates(), step: 0 };
         optimizer.set_learning_rates(&scheduler.learning_rates())?;
         Ok(scheduler)
-    }
-
-    /// For types that do not implement [`Optimizer`], such as candle's own optimizers: the program must pass the
-    /// [`learning_rates`](Self::learning_rates) to them itself.
-    ///
-    /// # Errors
-    /// Returns the errors of [`new`](Self::new).
-    pub fn from_rates(base: Vec<f64>, schedule: S) -> Result<Self> {
-        schedule.check()?;
-        Ok(Self { schedule, base, step: 0 })
     }
 
     /// The learning rates of the current step, one for each group.

@@ -1,18 +1,22 @@
-//! Files of the shards of a state.
-use crate::state::Dict;
+//! Files of an optimizer's state, and of its shards, which earlier versions have written.
 use crate::state::file::read_safetensors;
+use crate::state::{Dict, Saved};
 use crate::{Error, Result};
 use std::path::{Path, PathBuf};
 
 /// A random number that all files of one save have in common.
-pub(super) const SAVING: &str = "saving";
+const SAVING: &str = "saving";
 
-pub(super) fn file(folder: &Path, rank: usize, world_size: usize) -> PathBuf {
-    folder.join(format!("shard-{rank:05}-of-{world_size:05}.safetensors"))
+/// Reads the file of a state, or the folder of its shards.
+pub(super) fn read(path: &Path) -> Result<Saved> {
+    match path.is_dir() {
+        true => read_shards(path).map(Saved::Shards),
+        false => read_safetensors(path).map(Saved::Whole),
+    }
 }
 
 /// Reads the files of one save, in the order of ranks.
-pub(super) fn read_shards(folder: &Path) -> Result<Vec<Dict>> {
+fn read_shards(folder: &Path) -> Result<Vec<Dict>> {
     let mut savings = Vec::new();
     let mut shards = Vec::new();
     for path in files(folder)? {
@@ -45,7 +49,7 @@ fn files(folder: &Path) -> Result<Vec<PathBuf>> {
         [] => Err(invalid("holds no shard-….safetensors".to_string())),
         [size] => (0..size)
             .map(|rank| {
-                let path = file(folder, rank, size);
+                let path = folder.join(format!("shard-{rank:05}-of-{size:05}.safetensors"));
                 if path.is_file() { Ok(path) } else { Err(invalid(format!("lacks {}", path.display()))) }
             })
             .collect(),

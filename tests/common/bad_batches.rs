@@ -47,8 +47,8 @@ fn trained(pg: &ProcessGroup, bad: &[(usize, usize, Bad)]) -> Result<(Vec<f32>, 
         batches.push(Ok(good(number)?));
     }
     let skipped = train(&ddp, &mut optimizer, batches, loss)?;
-    let variables = ddp.named_weights().into_iter().chain(ddp.named_buffers());
-    Ok((variables.flat_map(|(_, var)| floats(&var)).collect(), skipped))
+    let variables = [ddp.named_parameters(), ddp.named_frozen(), ddp.named_buffers()].concat();
+    Ok((variables.into_iter().flat_map(|(_, var)| floats(&var)).collect(), skipped))
 }
 
 /// Trains with bad batches and without any: what is skipped must change no bit. Returns the variables.

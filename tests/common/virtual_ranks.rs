@@ -109,7 +109,7 @@ pub(crate) fn train(pg: &ProcessGroup, epochs: u64, precision: Precision, reduce
     let scaling =
         GradScalerOptions { init_scale: 1e6, backoff_factor: 0.05, growth_interval: 3, enabled, ..Default::default() };
     let mut scaler = GradScaler::new(pg, &ddp, scaling)?;
-    let mut ema = Ema::new(ddp.named_weights(), 0.9)?;
+    let mut ema = Ema::new([ddp.named_parameters(), ddp.named_frozen()].concat(), 0.9)?;
     let loader = DataLoader::new(Noisy, pg, LoaderOptions { batch_size: 3, ..Default::default() })?;
     let (mut all_losses, mut own_losses, mut kept) = (Vec::new(), Vec::new(), None);
     for epoch in 0..epochs {

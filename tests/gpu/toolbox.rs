@@ -5,7 +5,7 @@ use crate::common::assert_error;
 use candle_core::{DType, Device, IndexOp, Module, Tensor, Var};
 use candle_ddp::comm_hook::{Bf16Compress, Fp16Compress, PowerSgd, PowerSgdOptions};
 use candle_ddp::nn::{linear, no_grad};
-use candle_ddp::optim::{self, AdamW, Ema, ParamsAdamW, PeriodicModelAverager, PeriodicModelAveragerOptions};
+use candle_ddp::optim::{self, AdamW, Ema, ParamsAdamW, PeriodicModelAverager};
 use candle_ddp::{
     Backward, Buckets, DdpOptions, DistributedDataParallel, Error, ProcessGroup, ReduceOp, Result, Sharding, WithGrad,
     backward_with, block, spawn,
@@ -45,7 +45,7 @@ pub(crate) fn train(pg: &ProcessGroup, tool: &str) -> Result<Vec<f32>> {
         let net = net(VarBuilder::from_varmap(&varmap, DType::F32, pg.device()))?;
         fill(&varmap, 3);
         let mut optimizer = SGD::new(vars(&varmap).to_vec(), 0.3)?;
-        let mut averager = PeriodicModelAverager::new(pg, PeriodicModelAveragerOptions { period: 2, warmup_steps: 1 })?;
+        let mut averager = PeriodicModelAverager::new(pg, 2, 1)?;
         for _ in 0..STEPS {
             optimizer.step(&loss(net.forward(&x)?)?.backward()?)?;
             averager.average_parameters(&varmap)?;

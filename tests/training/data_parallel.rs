@@ -3,7 +3,7 @@ use crate::common::{Between, assert_buffers_are_read_first, assert_close, assert
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Module, ModuleT, Tensor, Var};
 use candle_ddp::Error;
-use candle_ddp::data_parallel::{self, DataParallel, DataParallelOptions, gather, parallel_apply, replicate, scatter};
+use candle_ddp::data_parallel::{self, DataParallel, gather, parallel_apply, replicate, scatter};
 use candle_nn::{AdamW, BatchNorm, Linear, Optimizer, SGD, VarBuilder, VarMap, batch_norm, linear, loss};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -40,8 +40,7 @@ impl Module for Net {
 
 fn data_parallel(devices: usize, dtype: DType) -> (VarMap, DataParallel<Net>) {
     let varmap = VarMap::new();
-    let options = DataParallelOptions { dtype, ..Default::default() };
-    let dp = DataParallel::with_options(&vec![CPU; devices], &CPU, &varmap, Net::new, options).unwrap();
+    let dp = DataParallel::with_dtype(&vec![CPU; devices], &CPU, &varmap, dtype, Net::new).unwrap();
     fill(&varmap, 1);
     (varmap, dp)
 }

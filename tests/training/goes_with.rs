@@ -9,7 +9,7 @@ use candle_ddp::comm_hook::AllReduce;
 use candle_ddp::nn::{self, BatchNorm, Linear, LoraConfig, layer_norm, linear, sync_batch_norm};
 use candle_ddp::optim::{
     self, AdamW, Ema, FusedOptimizer, Lamb, Optimizer, ParamsAdamW, ParamsLamb, ParamsMuon, PeriodicModelAverager,
-    PeriodicModelAveragerOptions, UpdateRule,
+    UpdateRule,
 };
 use candle_ddp::{
     Backward, Block, DdpOptions, DistributedDataParallel, DistributedModel, JoinOptions, Precision, ProcessGroup,
@@ -440,8 +440,7 @@ fn train<R: UpdateRule>(
     let of = |rank: usize| if alone { pg.new_group(&[rank]) } else { Ok(None) };
     let own: Vec<_> = (0..pg.world_size()).map(of).collect::<Result<_>>()?;
     let own = own.into_iter().flatten().next();
-    let averaging = PeriodicModelAveragerOptions { period: 1, warmup_steps: 0 };
-    let mut averager = PeriodicModelAverager::new(own.as_ref().unwrap_or(pg), averaging)?;
+    let mut averager = PeriodicModelAverager::new(own.as_ref().unwrap_or(pg), 1, 0)?;
     let collectives = if has(WithGrad) { Some(pg.with_grad()?) } else { None };
     let options = CheckpointerOptions { resume: true, ..Default::default() };
     let mut checkpointer = Checkpointer::new(pg, folder.join("run"), options)?;

@@ -63,8 +63,7 @@ fn ranks_average_in_the_same_steps_as_pytorch() {
             // Each rank lists them in a different order, as a VarMap may.
             let mut named: Vec<_> = vars.iter().enumerate().map(|(i, var)| (format!("{i}"), var.clone())).collect();
             named.rotate_left(pg.rank());
-            let mut averager =
-                PeriodicModelAverager::new(&pg, PeriodicModelAveragerOptions { period: 3, warmup_steps: 2 })?;
+            let mut averager = PeriodicModelAverager::new(&pg, 3, 2)?;
             let mut met = Vec::new();
             for step in 0..10 {
                 for (index, var) in vars.iter().enumerate() {
@@ -84,8 +83,7 @@ fn ranks_average_in_the_same_steps_as_pytorch() {
                 }
                 // A loaded averager continues counting.
                 let state = averager.state_dict()?;
-                averager =
-                    PeriodicModelAverager::new(&pg, PeriodicModelAveragerOptions { period: 3, warmup_steps: 2 })?;
+                averager = PeriodicModelAverager::new(&pg, 3, 2)?;
                 averager.load_state_dict(&state)?;
             }
             Ok(met)
@@ -105,8 +103,7 @@ fn large_parameters_travel_in_several_messages() {
             })
             .collect::<candle_core::Result<_>>()?;
         let named: Vec<_> = vars.iter().enumerate().map(|(i, var)| (format!("{i}"), var.clone())).collect();
-        PeriodicModelAverager::new(&pg, PeriodicModelAveragerOptions { period: 5, warmup_steps: 0 })?
-            .average_parameters(named.clone())?;
+        PeriodicModelAverager::new(&pg, 5, 0)?.average_parameters(named.clone())?;
         for (index, var) in vars.iter().enumerate() {
             let expected = values(5_000_000, 1 + index as u64);
             assert_close(&floats(var), &expected, 1e-6, &format!("variable {index}"));
@@ -114,8 +111,7 @@ fn large_parameters_travel_in_several_messages() {
         Ok(())
     });
     assert!(matches!(
-        try_ranks(1, |pg| PeriodicModelAverager::new(&pg, PeriodicModelAveragerOptions { period: 0, warmup_steps: 0 })
-            .map(|_| ())),
+        try_ranks(1, |pg| PeriodicModelAverager::new(&pg, 0, 0).map(|_| ())),
         Err(Error::InvalidArgument { argument: "period", .. })
     ));
 }
@@ -154,8 +150,7 @@ fn post_local_sgd_averages_gradients_first_and_weights_later() {
         weights[0].set(&Tensor::new(&[[1f32, 2.]], &Device::Cpu)?)?;
         let local = build(VarBuilder::from_varmap(&varmap, DType::F32, &Device::Cpu))?;
         let mut optimizer = SGD::new(weights.clone(), f64::from(RATE))?;
-        let mut averager =
-            PeriodicModelAverager::new(&pg, PeriodicModelAveragerOptions { period: 2, warmup_steps: 2 })?;
+        let mut averager = PeriodicModelAverager::new(&pg, 2, 2)?;
         let x = Tensor::new(&[x(pg.rank())], &Device::Cpu)?;
         for step in 0..6 {
             let gradients = match step < 2 {
@@ -178,9 +173,7 @@ fn parameters_that_differ_are_an_error_on_all_ranks() {
     ranks(2, |pg| {
         let var = |shape: &[usize]| Var::zeros(shape, DType::F32, pg.device()).unwrap();
         let parameters = vec![("a".to_string(), var(&[3])), ("b".to_string(), var(&[2 + pg.rank()]))];
-        let error = PeriodicModelAverager::new(&pg, PeriodicModelAveragerOptions { period: 2, warmup_steps: 0 })?
-            .average_parameters(parameters)
-            .unwrap_err();
+        let error = PeriodicModelAverager::new(&pg, 2, 0)?.average_parameters(parameters).unwrap_err();
         assert_eq!(
             error.to_string(),
             "the list of parameters of rank 1 differs from that of other ranks: b f32[3] on rank 1, b f32[2] on rank 0. \
@@ -190,13 +183,17 @@ fn parameters_that_differ_are_an_error_on_all_ranks() {
     });
 }
 
+fn ema(var: &Var, decay: Option<f64>, from_construction: bool) -> Ema {
+    let ema = Ema::new(vec![("w".to_string(), var.clone())], decay).unwrap();
+    if from_construction { ema.starting_from_construction() } else { ema }
+}
+
 /// The average of most diffusion programs begins with the weights from its construction.
 #[test]
 fn the_first_update_copies_or_averages() {
     for (from_construction, expected) in [(false, 8.), (true, 4. * 0.75 + 8. * 0.25)] {
         let var = Var::new(&[4f32], &Device::Cpu).unwrap();
-        let options = EmaOptions { decay: Some(0.75), from_construction };
-        let mut ema = Ema::with_options(vec![("w".to_string(), var.clone())], options).unwrap();
+        let mut ema = ema(&var, Some(0.75), from_construction);
         var.set(&Tensor::new(&[8f32], &Device::Cpu).unwrap()).unwrap();
         ema.update().unwrap();
         assert_eq!(floats(&ema.averages().unwrap()[0].1), [expected], "{from_construction}");
@@ -207,8 +204,7 @@ fn the_first_update_copies_or_averages() {
 fn averages_are_equal_without_a_decay_which_may_change() {
     for from_construction in [false, true] {
         let var = Var::new(&[2f64], &Device::Cpu).unwrap();
-        let options = EmaOptions { decay: None, from_construction };
-        let mut ema = Ema::with_options(vec![("w".to_string(), var.clone())], options).unwrap();
+        let mut ema = ema(&var, None, from_construction);
         let average = ema.averages().unwrap().remove(0).1;
         let update = |ema: &mut Ema, value: f64| {
             var.set(&Tensor::new(&[value], &Device::Cpu).unwrap()).unwrap();

@@ -165,7 +165,9 @@ fn schedule<S: Schedule + Clone>(name: &str, options: S) {
         assert_near(&optimizer.learning_rates(), expected, 1e-15, &format!("{name}, step {step}"));
         if step == expected.len() / 2 {
             let state = scheduler.state_dict().unwrap();
-            scheduler = LrScheduler::from_rates(vec![1., 1.], options.clone()).unwrap();
+            let mut other = two_rates();
+            other.set_learning_rates(&[1., 1.]).unwrap();
+            scheduler = LrScheduler::new(&mut other, options.clone()).unwrap();
             scheduler.load_state_dict(&state).unwrap();
         }
         scheduler.step(&mut optimizer).unwrap();

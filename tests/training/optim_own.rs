@@ -2,7 +2,7 @@
 use crate::common::{assert_close, floats, ranks, sharding};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor, Var};
-use candle_ddp::checkpoint::StateDict;
+use candle_ddp::checkpoint::{Checkpointer, CheckpointerOptions, StateDict};
 use candle_ddp::optim::*;
 use candle_ddp::{DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result};
 use candle_nn::{Init, VarBuilder, VarMap};
@@ -139,15 +139,14 @@ fn shards_of_an_own_rule_load_with_another_number_of_ranks() {
         ranks(world_size, |pg| {
             let ddp = wrap(&pg, &golden, true)?;
             let mut optimizer = ZeroRedundancyOptimizer::new(&ddp, LION)?;
-            if steps.start > 0 {
-                optimizer.load_shards(folder.path())?;
-            }
+            let options = CheckpointerOptions { resume: true, ..Default::default() };
+            let mut checkpointer = Checkpointer::new(&pg, folder.path(), options)?;
+            let loaded = checkpointer.load_latest(("optimizer", &mut optimizer))?;
+            assert_eq!(loaded, (steps.start > 0).then_some(steps.start as u64));
             for step in steps.clone() {
                 optimizer.step(&backward(&ddp, &golden, step)?)?;
             }
-            if steps.start == 0 {
-                optimizer.save_shards(folder.path())?;
-            }
+            checkpointer.save(steps.end as u64, ("optimizer", &mut optimizer))?.wait()?;
             exp_avg(&optimizer)
         })
     };

@@ -130,8 +130,8 @@ fn a_new_optimizer_loads_what_is_known() {
         if keeps {
             let report = optimizer.load_known(&old.state_dict()?)?;
             assert_eq!(report.loaded, ["head.bias", "head.weight"]);
-            assert_eq!(report.new, ["backbone.bias", "backbone.weight"]);
-            assert!(report.gone.is_empty());
+            assert_eq!(report.missing, ["backbone.bias", "backbone.weight"]);
+            assert!(report.unexpected.is_empty());
         }
         Ok(optimizer)
     };
@@ -164,7 +164,7 @@ fn a_new_sharded_optimizer_loads_what_is_known() {
             assert_error(optimizer.load_known(&state), &["its parts in the shards do not add up to the"]);
             state.extend(checkpoint::read(file(1))?);
             let report = optimizer.load_known(&state)?;
-            assert_eq!((report.loaded.len(), report.new.len(), report.gone.len()), (2, 2, 0), "{report:?}");
+            assert_eq!((report.loaded.len(), report.missing.len(), report.unexpected.len()), (2, 2, 0), "{report:?}");
             group.barrier()?;
             drop(own);
             Ok(optimizer)
@@ -195,7 +195,10 @@ fn what_is_gone_is_reported_and_what_is_of_another_kind_is_refused() {
     // Frozen again: only one is left.
     let mut one = Sgd::new(vec![vars[1].clone()], ParamsSgd { lr: 0.3, ..momentum.clone() }).unwrap();
     let report = one.load_known(&state).unwrap();
-    assert_eq!((report.loaded, report.new, report.gone), (vec!["b.c".to_string()], vec![], vec!["a".to_string()]));
+    assert_eq!(
+        (report.loaded, report.missing, report.unexpected),
+        (vec!["b.c".to_string()], vec![], vec!["a".to_string()])
+    );
     let loaded = one.state_dict().unwrap();
     let values = |tensor: &Tensor| crate::common::floats(tensor);
     assert_eq!(values(&loaded["state.b.c.momentum_buffer"]), values(&state["state.b.c.momentum_buffer"]));
@@ -243,9 +246,10 @@ fn averages_of_weights_may_have_the_frozen_ones() {
     ranks(1, |pg| {
         let varmap = filled();
         let ddp = wrap(&pg, &varmap, true, false)?;
-        let names: Vec<String> = ddp.named_weights().into_iter().map(|(name, _)| name).collect();
+        let weights = [ddp.named_parameters(), ddp.named_frozen()].concat();
+        let names: Vec<&str> = weights.iter().map(|(name, _)| name.as_str()).collect();
         assert_eq!(names, ["head.weight", "head.bias", "backbone.weight", "backbone.bias"]);
-        let mut ema = Ema::new(ddp.named_weights(), 0.5)?;
+        let mut ema = Ema::new(weights, 0.5)?;
         ema.update()?;
         let thawed = wrap(&pg, &varmap, false, false)?;
         let loss = thawed.forward(&sine(&[24, 4], 9))?.sqr()?.mean_all()?;

@@ -3,7 +3,7 @@ use crate::common::{assert_close, assert_error, filled, floats, of_zero, ranks, 
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Module, Tensor, Var};
 use candle_ddp::amp::{GradScaler, GradScalerOptions};
-use candle_ddp::checkpoint::StateDict;
+use candle_ddp::checkpoint::{Checkpointer, CheckpointerOptions, StateDict};
 use candle_ddp::comm_hook::Bf16Compress;
 use candle_ddp::optim::{
     AdamW, FusedOptimizer, Optimizer, ParameterGroup, ParamsAdamW, ParamsLamb, ParamsSgd, ParamsStepLr, StepLr,
@@ -168,12 +168,9 @@ fn parameters_that_no_rank_used_stay_as_they_are() {
             assert_eq!(after == before, name.starts_with("third"), "{name}");
         }
         // Only parameters that were updated count the step.
-        let state = optimizer.consolidate_state_dict(1)?;
-        assert_eq!(state.is_some(), pg.rank() == 1);
-        if let Some(state) = state {
-            let steps = |name: &str| state[&format!("state.{name}.step")].to_vec1::<i64>().unwrap()[0];
-            assert_eq!((steps("first.weight"), steps("third.weight")), (1, 0));
-        }
+        let state = optimizer.state_dict()?;
+        let steps = |name: &str| state[&format!("state.{name}.step")].to_vec1::<i64>().unwrap()[0];
+        assert_eq!((steps("first.weight"), steps("third.weight")), (1, 0));
         Ok(())
     });
 }
@@ -267,7 +264,7 @@ fn the_consolidated_state_is_that_of_the_plain_optimizer() {
             optimizer.step(&backward(&ddp, step, 1.)?)?;
         }
         optimizer.set_learning_rates(&[0.02, 0.03])?;
-        optimizer.save(&zero)?;
+        optimizer.save_distributed(&pg, &zero)?;
         Ok(ddp.named_parameters())
     });
     let weights = &weights[0];
@@ -279,9 +276,9 @@ fn the_consolidated_state_is_that_of_the_plain_optimizer() {
         let ddp = wrap(&pg, small(false))?;
         take_over(&ddp);
         let mut optimizer = AdamW::from_groups(groups(ddp.named_parameters(), &adamw(), &biases))?;
-        optimizer.load(&zero)?;
+        optimizer.load_distributed(&pg, &zero)?;
         assert_eq!(optimizer.learning_rates(), [0.02, 0.03]);
-        optimizer.save(&fused)?;
+        optimizer.save_distributed(&pg, &fused)?;
         optimizer.set_learning_rates(&[0.01, 0.01])?;
         for step in 3..6 {
             optimizer.step(&backward(&ddp, step, 1.)?)?;
@@ -294,7 +291,7 @@ fn the_consolidated_state_is_that_of_the_plain_optimizer() {
         let ddp = wrap(&pg, of_zero())?;
         take_over(&ddp);
         let mut optimizer = ZeroRedundancyOptimizer::from_groups(groups(ddp.named_parameters(), &adamw(), &biases))?;
-        optimizer.load(&fused)?;
+        optimizer.load_distributed(&pg, &fused)?;
         assert_eq!(optimizer.learning_rates(), [0.02, 0.03]);
         optimizer.set_learning_rates(&[0.01, 0.01])?;
         for step in 3..6 {
@@ -312,74 +309,36 @@ fn shards_load_in_a_world_of_another_size() {
     let expected = plain(&options, &options, 6, f64::INFINITY);
     let mut weights = ranks(1, |pg| Ok(wrap(&pg, small(true))?.named_parameters())).remove(0);
     for (saved_by, from) in [(3, 0), (2, 2), (4, 4)] {
-        let here = folder.path().join(saved_by.to_string());
-        std::fs::create_dir(&here).unwrap();
         let mut after = ranks(saved_by, |pg| {
             let ddp = wrap(&pg, small(true))?;
             ddp.parameters().iter().zip(&weights).for_each(|(var, (_, value))| var.set(value).unwrap());
             let mut optimizer = ZeroRedundancyOptimizer::new(&ddp, options.clone())?;
-            if from > 0 {
-                let before = if from == 2 { 3 } else { 2 };
-                optimizer.load_shards(folder.path().join(before.to_string()))?;
-            }
+            let options = CheckpointerOptions { resume: true, ..Default::default() };
+            let mut checkpointer = Checkpointer::new(&pg, folder.path(), options)?;
+            let loaded = checkpointer.load_latest(("optimizer", &mut optimizer))?;
+            assert_eq!(loaded, (from > 0).then_some(from as u64));
             for step in from..from + 2 {
                 optimizer.step(&backward(&ddp, step, 1.)?)?;
             }
-            optimizer.save_shards(&here)?;
+            let saved = checkpointer.save(from as u64 + 2, ("optimizer", &mut optimizer))?.wait()?;
+            // One for each rank, and the index.
+            assert_eq!(std::fs::read_dir(saved).unwrap().count(), saved_by + 1);
             Ok(ddp.named_parameters())
         });
         weights = after.remove(0);
-        assert_eq!(std::fs::read_dir(&here).unwrap().count(), saved_by);
     }
     let found: Vec<_> = weights.iter().map(|(name, var)| (name.clone(), floats(var))).collect();
     assert_same(&found, &expected, 1e-5);
 }
 
 #[test]
-fn bad_shards_are_refused_on_all_ranks_and_change_nothing() {
+fn a_file_that_cannot_be_written_is_an_error_on_all_ranks() {
     let folder = tempfile::tempdir().unwrap();
-    let errors = ranks(2, |pg| {
-        let ddp = wrap(&pg, small(true))?;
-        let mut optimizer = ZeroRedundancyOptimizer::new(&ddp, adamw())?;
-        optimizer.step(&backward(&ddp, 0, 1.)?)?;
-        let path = |name: &str| folder.path().join(name);
-        if pg.rank() == 0 {
-            ["empty", "one", "mixed"].iter().for_each(|name| std::fs::create_dir(path(name)).unwrap());
-        }
-        pg.barrier()?;
-        optimizer.save_shards(path("one"))?;
-        optimizer.save_shards(path("mixed"))?;
-        pg.barrier()?;
-        let file = "shard-00001-of-00002.safetensors";
-        if pg.rank() == 0 {
-            std::fs::copy(path("one").join(file), path("mixed").join(file)).unwrap();
-            std::fs::remove_file(path("one").join(file)).unwrap();
-        }
-        pg.barrier()?;
-        let state = |optimizer: &ZeroRedundancyOptimizer<_>| -> Result<Vec<Vec<f32>>> {
-            let state = optimizer.consolidate_state_dict(0)?.unwrap_or_default();
-            let mut keys: Vec<_> = state.keys().filter(|key| key.ends_with("exp_avg")).collect();
-            keys.sort();
-            Ok(keys.into_iter().map(|key| floats(&state[key])).collect())
-        };
-        let before = state(&optimizer)?;
-        let mut errors = Vec::new();
-        for name in ["empty", "one", "mixed", "absent"] {
-            errors.push(optimizer.load_shards(path(name)).unwrap_err().to_string());
-        }
-        // The folder does not exist.
-        errors.push(optimizer.save_shards(path("absent")).unwrap_err().to_string());
-        errors.push(optimizer.save(path("absent").join("file")).unwrap_err().to_string());
-        assert_eq!(state(&optimizer)?, before);
-        Ok(errors)
+    ranks(2, |pg| {
+        let optimizer = ZeroRedundancyOptimizer::new(&wrap(&pg, small(true))?, adamw())?;
+        assert_error(optimizer.save_distributed(&pg, &folder.path().join("absent").join("file")), &["absent"]);
+        Ok(())
     });
-    for (rank, errors) in errors.iter().enumerate() {
-        for (error, part) in
-            errors.iter().zip(["no shard", "00001-of-00002", "interrupted", "absent", "absent", "absent"])
-        {
-            assert!(error.contains(part), "rank {rank}: {error}");
-        }
-    }
 }
 
 fn ddp_of_another(pg: &ProcessGroup) -> Result<DistributedDataParallel<Tensor>> {
@@ -561,41 +520,35 @@ fn an_incomplete_set_of_shards_is_refused() {
     ranks(1, |pg| {
         let ddp = wrap(&pg, small(true))?;
         let mut optimizer = ZeroRedundancyOptimizer::new(&ddp, adamw())?;
-        assert_error(optimizer.load_shards(folder.path()), &["lacks", "shard-00001-of-18446744073709551615"]);
+        assert_error(optimizer.load_distributed(&pg, folder.path()), &["lacks", "shard-00001-of-18446744073709551615"]);
         Ok(())
     });
 }
 
 /// Rank 1 fails instead of saving. (Tests next to `write_together` cover failures during the write.)
 #[test]
-fn a_failed_rank_leaves_the_previous_files() {
-    for shards in [false, true] {
-        let folder = tempfile::tempdir().unwrap();
-        let save = |optimizer: &ZeroRedundancyOptimizer<ParamsAdamW>| match shards {
-            false => optimizer.save(folder.path().join("whole")),
-            true => optimizer.save_shards(folder.path()),
-        };
-        let files = || {
-            let paths = folder.path().read_dir().unwrap().map(|entry| entry.unwrap().path());
-            let mut files: Vec<_> = paths.map(|path| (std::fs::read(&path).unwrap(), path)).collect();
-            files.sort();
-            files
-        };
-        let before = ranks(2, |pg| {
-            let ddp = wrap(&pg, small(true))?;
-            let mut optimizer = ZeroRedundancyOptimizer::new(&ddp, adamw())?;
-            optimizer.step(&backward(&ddp, 0, 1.)?)?;
-            save(&optimizer)?;
-            let before = files();
-            pg.barrier()?;
-            optimizer.step(&backward(&ddp, 1, 1.)?)?;
-            if pg.rank() == 0 {
-                assert!(matches!(save(&optimizer), Err(Error::Group(Failure::PeerFailed { peer: 1, .. }))));
-                return Ok(before);
-            }
-            pg.abort("it has failed");
-            Ok(before)
-        });
-        assert!(before[0] == files(), "shards: {shards}");
-    }
+fn a_failed_rank_leaves_the_previous_file() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("whole");
+    let files = || {
+        let paths = folder.path().read_dir().unwrap().map(|entry| entry.unwrap().path());
+        paths.map(|path| (std::fs::read(&path).unwrap(), path)).collect::<Vec<_>>()
+    };
+    let before = ranks(2, |pg| {
+        let ddp = wrap(&pg, small(true))?;
+        let mut optimizer = ZeroRedundancyOptimizer::new(&ddp, adamw())?;
+        optimizer.step(&backward(&ddp, 0, 1.)?)?;
+        optimizer.save_distributed(&pg, &path)?;
+        let before = files();
+        pg.barrier()?;
+        optimizer.step(&backward(&ddp, 1, 1.)?)?;
+        if pg.rank() == 0 {
+            let saved = optimizer.save_distributed(&pg, &path);
+            assert!(matches!(saved, Err(Error::Group(Failure::PeerFailed { peer: 1, .. }))));
+            return Ok(before);
+        }
+        pg.abort("it has failed");
+        Ok(before)
+    });
+    assert!(before[0].len() == 1 && before[0] == files());
 }

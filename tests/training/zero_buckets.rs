@@ -121,9 +121,8 @@ fn what_backward_returns_does_not_depend_on_optimizers() {
             assert_ne!(values(&ddp), before);
         }
         let plain = wrap(&pg, false)?;
-        let optimizer = ZeroRedundancyOptimizer::new(&plain, params.clone())?;
+        let _optimizer = ZeroRedundancyOptimizer::new(&plain, params.clone())?;
         assert!(gradients(&plain, &backward(&plain, 0, FACTORS)?).iter().all(Option::is_some));
-        refused(optimizer.save_shards("folder"), "not sharded");
         assert_error(ddp.register_comm_hook(AllReduce::default()), &["the model is sharded"]);
         Ok(())
     });

@@ -5,6 +5,6 @@ mod communicator;
 mod in_flight;
 mod memory;
 
-#[doc(inline)]
+#[doc(no_inline)]
 pub use candle_ddp_engine::{CpuOptions, CpuTransport};
 pub use communicator::CpuCommunicator;

@@ -24,8 +24,8 @@
 //!         let x = Tensor::randn(0f32, 1.0, (8, 64), pg.device())?;
 //!         ddp.backward(&ddp.forward(&x)?.sqr()?.mean_all()?)?;
 //!     }
-//!     let traffic = ddp.comm_hook_traffic().expect("a hook is registered");
-//!     assert!(traffic.bytes_sent.unwrap() < traffic.gradient_bytes);
+//!     let (gradient_bytes, bytes_sent) = ddp.comm_hook_traffic().expect("a hook is registered");
+//!     assert!(bytes_sent.unwrap() < gradient_bytes);
 //!     Ok(())
 //! })?;
 //! # Ok(())
@@ -280,16 +280,4 @@ impl GradBucket {
     pub fn bytes(&self) -> usize {
         self.buffer.elem_count() * self.buffer.dtype().size_in_bytes()
     }
-}
-
-/// How much a hook saves: see [`comm_hook_traffic`](crate::DistributedDataParallel::comm_hook_traffic).
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct CommHookTraffic {
-    /// The size in bytes of all gradients passed to the hook since it was registered.
-    pub gradient_bytes: u64,
-    /// The bytes that this rank passed to collectives for them, including one byte per parameter for the used flags, one for
-    /// requests to stop, and one if [`DdpOptions::on_non_finite`](crate::DdpOptions::on_non_finite) is set.
-    /// None if the hook does not count them.
-    pub bytes_sent: Option<u64>,
 }

@@ -2,7 +2,7 @@ use crate::ddp::model::precision::{Precision, check_dtype};
 use crate::ddp::model::sharding::Sharding;
 use crate::ddp::watch::non_finite::OnNonFinite;
 use crate::ddp::watch::replica_check::ReplicaCheck;
-use crate::variables::{NamePredicate, is_batch_norm_buffer};
+use crate::variables::is_batch_norm_buffer;
 use crate::{Result, trace};
 use candle_core::DType;
 use candle_ddp_env::Variables;
@@ -200,7 +200,7 @@ pub enum Unused {
     /// Any may be unused, as with PyTorch's `find_unused_parameters=True`.
     Allow,
     /// Those whose full names fulfil the predicate may be unused: experts of a mixture, or the heads of early exits.
-    AllowNames(NamePredicate),
+    AllowNames(Arc<dyn Fn(&str) -> bool + Send + Sync>),
 }
 
 impl Unused {

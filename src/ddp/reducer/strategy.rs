@@ -1,7 +1,7 @@
 //! The methods of a reducer for communication hooks and for the optimizers of sharded models.
 use super::state::{Rebuild, State};
 use super::{Gradient, Part, Reducer};
-use crate::ddp::comm_hook::{CommHook, CommHookTraffic};
+use crate::ddp::comm_hook::CommHook;
 use crate::ddp::reduction::Reduction;
 use crate::ddp::reduction::hook::{HookReduction, RunningHook};
 use crate::ddp::reduction::shard::{BucketMemory, PendingGradients, Shard, ShardReduction};
@@ -50,7 +50,7 @@ impl Reducer {
         }
     }
 
-    pub(crate) fn comm_hook_traffic(&self) -> Option<CommHookTraffic> {
+    pub(crate) fn comm_hook_traffic(&self) -> Option<(u64, Option<u64>)> {
         match &self.lock().reduction {
             Reduction::AllReduce | Reduction::Shard(_) | Reduction::Tree(_) => None,
             Reduction::Hook(reduction) => Some(reduction.traffic()),

@@ -4,7 +4,7 @@ use crate::ddp::buckets::bucket::{Bucket, Message};
 use crate::ddp::buckets::groups::Groups;
 use crate::ddp::buckets::plan::ParameterInfo;
 use crate::ddp::buckets::usage::Usage;
-use crate::ddp::comm_hook::{CommHook, CommHookTraffic, GradBucket, HookWork};
+use crate::ddp::comm_hook::{CommHook, GradBucket, HookWork};
 use crate::process_group::ProcessGroup;
 use crate::tensor::finite::any_non_finite;
 use crate::trace::{self, Trace};
@@ -88,9 +88,9 @@ impl HookReduction {
         &mut *self.hook
     }
 
-    pub(crate) fn traffic(&self) -> CommHookTraffic {
+    pub(crate) fn traffic(&self) -> (u64, Option<u64>) {
         let (gradient_bytes, sent) = self.hook.traffic();
-        CommHookTraffic { gradient_bytes, bytes_sent: sent.map(|sent| sent + self.used_bytes) }
+        (gradient_bytes, sent.map(|sent| sent + self.used_bytes))
     }
 }
 

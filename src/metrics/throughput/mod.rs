@@ -141,15 +141,10 @@ impl Throughput {
         })
     }
 
-    /// Ends a step in which each rank has done as many units as this one, such as samples or tokens. If ranks differ, either use
-    /// [`step_global`](Self::step_global), or take the number for all ranks from [`compute`](Self::compute) alone.
+    /// Ends a step in which each rank has done as many units as this one, such as samples or tokens. If ranks differ, take the
+    /// number for all ranks from [`compute`](Self::compute) alone.
     pub fn step(&mut self, units: usize) {
         self.end_step(units as f64 * self.world_size as f64, Instant::now());
-    }
-
-    /// Ends a step in which all ranks together have done so many units.
-    pub fn step_global(&mut self, units: usize) {
-        self.end_step(units as f64, Instant::now());
     }
 
     /// Runs `f`, whose time does not count, such as an evaluation or saving a checkpoint. It may be in the middle of a step.

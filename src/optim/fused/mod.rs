@@ -2,7 +2,6 @@
 mod join;
 mod owners;
 mod sharded;
-mod shards;
 mod slot;
 mod state;
 mod step;
@@ -18,8 +17,7 @@ use crate::ddp::gradients::scaled;
 use crate::ddp::gradients::steps::Steps;
 use crate::ddp::watch::non_finite::is_skipped;
 use crate::process_group::{Operation, ProcessGroup};
-use crate::state::file::read_safetensors;
-use crate::state::{Saved, StateDict};
+use crate::state::StateDict;
 use crate::variables::Parameters;
 use crate::{Error, Result};
 use candle_core::backprop::GradStore;
@@ -370,11 +368,6 @@ impl<R: UpdateRule> Optimizer for FusedOptimizer<R> {
 
     fn save_distributed(&self, group: &ProcessGroup, path: &Path) -> Result<()> {
         self.save_together(self.sharded.as_ref().map_or(group, Sharded::process_group), path)
-    }
-
-    fn load_distributed(&mut self, group: &ProcessGroup, path: &Path) -> Result<()> {
-        let group = self.sharded.as_ref().map_or(group, Sharded::process_group).clone();
-        self.load_together(&group, read_safetensors(path).map(Saved::Whole))
     }
 }
 

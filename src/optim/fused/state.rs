@@ -1,18 +1,16 @@
-//! Optimizer state on disk: whole, or one shard per rank.
+//! The state of an optimizer: whole, or in parts.
 use super::FusedOptimizer;
 use super::sharded::Sharded;
-use super::shards::{SAVING, file, read_shards};
 use super::slot::{Slot, key, state_dtype_of};
+use crate::Result;
 use crate::backend::label;
 use crate::optim::optimizer::{Optimizer, check_learning_rates};
 use crate::optim::rule::UpdateRule;
 use crate::placement::{Placement, Spread};
 use crate::process_group::ProcessGroup;
-use crate::random::random_bytes;
-use crate::state::file::{WriteJob, read_safetensors, write_safetensors};
+use crate::state::file::WriteJob;
 use crate::state::{self, Dict, Loader, PutInPlace, Saved, Share, StateDict};
 use crate::variables::check_named;
-use crate::{Error, Result};
 use candle_core::{DType, Tensor};
 use std::collections::HashMap;
 use std::path::Path;
@@ -24,18 +22,6 @@ const SAVED: &str = "an optimizer to be saved or loaded";
 const TORN: &str = "failed_step";
 
 impl<R: UpdateRule> FusedOptimizer<R> {
-    /// Returns the whole state on rank `to`, and `None` on the others: PyTorch's `consolidate_state_dict(to)`. Every
-    /// rank must call it. Without sharding, every rank has the whole state, and gets it.
-    ///
-    /// # Errors
-    /// Returns an error of the process group, and those of [`state_dict`](StateDict::state_dict).
-    pub fn consolidate_state_dict(&self, to: usize) -> Result<Option<HashMap<String, Tensor>>> {
-        match &self.sharded {
-            Some(sharded) => label::OPTIMIZER_STATE.during(|| self.consolidate(sharded, Some(to))),
-            None => self.state_dict().map(Some),
-        }
-    }
-
     /// The part of the state that every rank has: the learning rates, the numbers of steps, and the states of the parameters that each rank updates by
     /// itself.
     fn begin(&self, is_sharded: bool) -> Result<Share> {
@@ -58,12 +44,10 @@ impl<R: UpdateRule> FusedOptimizer<R> {
         Ok(share)
     }
 
-    /// Returns the whole state on rank `to`, or on all ranks.
-    fn consolidate(&self, sharded: &Sharded, to: Option<usize>) -> Result<Option<Dict>> {
-        let is_here = to.is_none_or(|to| sharded.process_group().rank() == to);
-        // Under hybrid sharding, each copy of the model gathers its state on the rank with the same place.
+    /// Returns the whole state on all ranks, or on rank 0.
+    fn consolidate(&self, sharded: &Sharded, on_all: bool) -> Result<Option<Dict>> {
+        // Under hybrid sharding, each copy of the model gathers its state on its first rank.
         let group = sharded.reducer.groups().within();
-        let to = to.map(|to| to % group.world_size());
         let mut dict = self.begin(false)?.dict;
         for (number, own) in sharded.shards.iter().enumerate() {
             let Some(dtype) = self.state_dtype(own.shard.parameters.first().copied())? else {
@@ -77,14 +61,11 @@ impl<R: UpdateRule> FusedOptimizer<R> {
                     }
                 }
                 self.spread_states(sharded, number, name, &part)?;
-                let whole = match to.is_none_or(|to| group.rank() == to) {
-                    true => Some(Tensor::zeros(own.shard.cut.length(), dtype, part.device())?),
-                    false => None,
-                };
-                match (to, &whole) {
-                    (Some(to), whole) => group.gather(whole.as_ref(), &part, to)?,
-                    (None, Some(whole)) => group.all_gather(whole, &part)?,
-                    (None, None) => {}
+                let zeros = || Tensor::zeros(own.shard.cut.length(), dtype, part.device());
+                let whole = (on_all || group.rank() == 0).then(zeros).transpose()?;
+                match &whole {
+                    Some(whole) if on_all => group.all_gather(whole, &part)?,
+                    whole => group.gather(whole.as_ref(), &part, 0)?,
                 }
                 let Some(whole) = whole else { continue };
                 for (place, number) in own.shard.parameters.iter().enumerate() {
@@ -96,62 +77,17 @@ impl<R: UpdateRule> FusedOptimizer<R> {
                 }
             }
         }
-        Ok(is_here.then_some(dict))
+        Ok((on_all || sharded.process_group().rank() == 0).then_some(dict))
     }
 
     /// Writes the whole state to one file; rank 0 writes.
     pub(super) fn save_together(&self, group: &ProcessGroup, path: &Path) -> Result<()> {
         let dict = match &self.sharded {
-            Some(sharded) => label::OPTIMIZER_STATE.during(|| self.consolidate(sharded, Some(0))),
+            Some(sharded) => label::OPTIMIZER_STATE.during(|| self.consolidate(sharded, false)),
             None => (group.rank() == 0).then(|| self.state_dict()).transpose(),
         };
         let job = dict.and_then(|dict| dict.map(|dict| WriteJob::new(path, &dict)).transpose());
         label::OPTIMIZER_SAVE.during(|| group.write_together(job)).map(drop)
-    }
-
-    /// All ranks load it, or none.
-    pub(super) fn load_together(&mut self, group: &ProcessGroup, read: Result<Saved>) -> Result<()> {
-        let prepared = read.and_then(|saved| self.prepare(saved, group.rank(), group.world_size()));
-        label::OPTIMIZER_LOAD.during(|| group.agree(prepared))?()
-    }
-
-    fn sharded(&self) -> Result<&Sharded> {
-        let reason = "the optimizer's model is not sharded, so every rank has the whole state: use `save_distributed` and `load_distributed`";
-        self.sharded.as_ref().ok_or_else(|| Error::invalid("sharding", reason))
-    }
-
-    /// Writes each rank's shard to its own file in `folder`, which must exist: `shard-00000-of-00002.safetensors` and
-    /// so on. Every rank must call it. If ranks are on several machines, `folder` must be on a shared file system.
-    ///
-    /// The files are renamed once all ranks' files are on disk. If a rank dies at that moment, a mixture of old and
-    /// new files remains, which [`load_shards`](Self::load_shards) detects and refuses. Save to another folder each
-    /// time to keep the last complete set.
-    ///
-    /// # Errors
-    /// Returns an error on every rank if one of them could not write its file, and without sharding.
-    pub fn save_shards(&self, folder: impl AsRef<Path>) -> Result<()> {
-        let group = self.sharded()?.process_group();
-        let (rank, world_size) = (group.rank(), group.world_size());
-        let saving = Tensor::new(&[i64::from_le_bytes(random_bytes()?)], group.device())?;
-        label::OPTIMIZER_SAVE.during(|| group.broadcast(&saving, 0))?;
-        let path = file(folder.as_ref(), rank, world_size);
-        let dict = self.share().map(|Share { mut dict, .. }| {
-            dict.insert(SAVING.to_string(), saving);
-            dict
-        });
-        let job = dict.and_then(|dict| WriteJob::new(&path, &dict)).map(Some);
-        label::OPTIMIZER_SAVE.during(|| group.write_together(job)).map(drop)
-    }
-
-    /// Loads the files of [`save_shards`](Self::save_shards) from a world of any size. Every rank must call it and reads
-    /// all files, one after the other.
-    ///
-    /// # Errors
-    /// Returns an error on every rank if one of them could not load them: [`Error::InvalidArgument`](crate::Error::InvalidArgument) if files are from
-    /// different saves or worlds, [`Error::Io`](crate::Error::Io) if one is missing.
-    pub fn load_shards(&mut self, folder: impl AsRef<Path>) -> Result<()> {
-        let group = self.sharded()?.process_group().clone();
-        self.load_together(&group, read_shards(folder.as_ref()).map(Saved::Shards))
     }
 
     /// The names of all state tensors of any group, in the same order on all ranks.
@@ -178,13 +114,13 @@ impl<R: UpdateRule> FusedOptimizer<R> {
 /// the groups' `learning_rates`. The program must keep the other options itself. It is the same with any sharding, on any number of ranks.
 impl<R: UpdateRule> StateDict for FusedOptimizer<R> {
     /// Under sharding, returns the whole state on every rank; every rank must call it.
-    /// [`consolidate_state_dict`](Self::consolidate_state_dict) needs memory for it on one rank only, and so does [`save`](Self::save).
+    /// [`save_distributed`](Optimizer::save_distributed) needs memory for it on rank 0 only.
     ///
     /// # Errors
-    /// Returns an error of the process group, and [`Error::InvalidArgument`] for parameters without names.
+    /// Returns an error of the process group, and [`Error::InvalidArgument`](crate::Error::InvalidArgument) for parameters without names.
     fn state_dict(&self) -> Result<Dict> {
         match &self.sharded {
-            Some(sharded) => Ok(label::OPTIMIZER_STATE.during(|| self.consolidate(sharded, None))?.unwrap_or_default()),
+            Some(sharded) => Ok(label::OPTIMIZER_STATE.during(|| self.consolidate(sharded, true))?.unwrap_or_default()),
             None => Ok(self.begin(false)?.dict),
         }
     }
@@ -247,20 +183,5 @@ impl<R: UpdateRule> StateDict for FusedOptimizer<R> {
             }
             Ok(())
         }))
-    }
-
-    /// Under sharding, every rank must call it, and rank 0 writes, as with [`save_distributed`](Optimizer::save_distributed).
-    fn save(&self, path: impl AsRef<Path>) -> Result<()> {
-        match &self.sharded {
-            Some(sharded) => self.save_together(sharded.process_group(), path.as_ref()),
-            None => write_safetensors(path.as_ref(), &self.state_dict()?),
-        }
-    }
-
-    /// Under sharding, every rank must call it and reads the file. It is an error on every rank if one of them could not load it.
-    fn load(&mut self, path: impl AsRef<Path>) -> Result<()> {
-        let Some(sharded) = &self.sharded else { return self.load_state_dict(&read_safetensors(path.as_ref())?) };
-        let group = sharded.process_group().clone();
-        self.load_together(&group, read_safetensors(path.as_ref()).map(Saved::Whole))
     }
 }

@@ -90,6 +90,6 @@ fn loss(ddp: &Ddp, step: u64, bad: Bad) -> Result<Tensor> {
 
 /// Parameters and buffers.
 fn state(ddp: &Ddp) -> Vec<f32> {
-    let all = ddp.named_weights().into_iter().chain(ddp.named_buffers());
-    all.flat_map(|(_, var)| floats(&var)).collect()
+    let all = [ddp.named_parameters(), ddp.named_frozen(), ddp.named_buffers()].concat();
+    all.into_iter().flat_map(|(_, var)| floats(&var)).collect()
 }

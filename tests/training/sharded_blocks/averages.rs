@@ -3,7 +3,7 @@ use super::{Ddp, Optim, made, sharded};
 use crate::common::ranks;
 use candle_core::{DType, Device, Tensor};
 use candle_ddp::checkpoint::{self, Checkpointer, CheckpointerOptions, StateDict};
-use candle_ddp::optim::{Ema, Optimizer, PeriodicModelAverager, PeriodicModelAveragerOptions};
+use candle_ddp::optim::{Ema, Optimizer, PeriodicModelAverager};
 use candle_ddp::{DdpOptions, Error, Precision, ProcessGroup, Result, Sharding};
 use candle_nn::VarMap;
 use std::collections::BTreeMap;
@@ -114,7 +114,6 @@ fn averages_are_those_of_one_process_and_are_resumed_by_any_number_of_ranks() {
 /// Two models that ranks 0 and 1, and ranks 2 and 3 have together.
 #[test]
 fn pieces_are_averaged_with_the_same_pieces_of_other_models() {
-    let options = PeriodicModelAveragerOptions { period: 2, warmup_steps: 1 };
     let folder = tempfile::tempdir().unwrap();
     let found = ranks(4, |pg| {
         let of = |groups: [&[usize]; 2]| -> Result<ProcessGroup> {
@@ -124,15 +123,14 @@ fn pieces_are_averaged_with_the_same_pieces_of_other_models() {
         let (island, same) = (of([&[0, 1], &[2, 3]])?, of([&[0, 2], &[1, 3]])?);
         let varmap = VarMap::new();
         let (ddp, mut optimizer) = model(&island, &varmap, sharded().sharding)?;
-        let mut averager = PeriodicModelAverager::new(&same, options)?;
+        let mut averager = PeriodicModelAverager::new(&same, 2, 1)?;
         for number in 0..5 {
             step(&ddp, &mut optimizer, 10 * number + pg.rank() as u64 / 2)?;
             assert_eq!(averager.average_parameters(&ddp)?, number % 2 == 1);
         }
         let weights = whole(&island, &varmap, &folder.path().join(format!("{}", pg.rank() / 2)))?;
         // The ranks that have a model together have other pieces.
-        let mut wrong =
-            PeriodicModelAverager::new(&island, PeriodicModelAveragerOptions { warmup_steps: 0, ..options })?;
+        let mut wrong = PeriodicModelAverager::new(&island, 2, 0)?;
         match wrong.average_parameters(&ddp) {
             Err(Error::Mismatch { rank: 1, difference, .. }) => {
                 assert!(difference.contains("head.bias f64[1], elements 0 to 1 on rank 1"), "{difference}");

@@ -3,7 +3,7 @@
 mod init;
 mod state;
 
-#[doc(inline)]
+#[doc(no_inline)]
 pub use candle_ddp_tensor::seed::{Generator, default_generator};
 pub use init::get;
 pub use init::{init, var_builder};
