@@ -123,7 +123,12 @@ def listing(crate, pages):
     for item in items:
         kind, name = re.match(r"(?:\w+/)*(\w+)\.(\w+)\.html$", item).groups()
         path = "::".join([crate, *item.split("/")[:-1], name])
+        declared = False
         for found, text in Page((pages / item).read_text()).found:
+            # The page of an alias also declares its type, which has its own page.
+            if found == "decl" and kind == "type" and declared:
+                continue
+            declared |= found == "decl"
             # A trait's declaration has its methods. Those of a type need no heading, and nobody relies on the marker that
             # comes with a derived `PartialEq`.
             needless = re.match(r"impl(?!.* for )|impl.* StructuralPartialEq ", text)

@@ -30,7 +30,7 @@ impl Element {
     /// The supported dtypes, for messages.
     pub const SUPPORTED: &'static str = "f32, f64, f16, bf16, i64, u32, u8";
     /// All element types, in the order of their numbers.
-    pub const ALL: [Self; 7] = [Self::F32, Self::F64, Self::F16, Self::BF16, Self::I64, Self::U32, Self::U8];
+    pub(crate) const ALL: [Self; 7] = [Self::F32, Self::F64, Self::F16, Self::BF16, Self::I64, Self::U32, Self::U8];
 
     /// Returns the name of the dtype, for example `f32`.
     pub fn name(self) -> &'static str {
@@ -90,7 +90,7 @@ pub struct Call {
 
 impl Call {
     /// The size of an encoded call in bytes.
-    pub const BYTES: usize = Self::EXACT_BYTES + 8;
+    pub(crate) const BYTES: usize = Self::EXACT_BYTES + 8;
     /// The size of the part that must be equal on all ranks. The shape and the place follow.
     const EXACT_BYTES: usize = 20;
     const NONE: u8 = u8::MAX;
@@ -103,7 +103,7 @@ impl Call {
     }
 
     /// Whether `other` may be another rank's part of this call.
-    pub fn matches(&self, other: &Self) -> bool {
+    pub(crate) fn matches(&self, other: &Self) -> bool {
         self.shape.agrees(other.shape) && *self == Self { shape: self.shape, place: self.place, ..*other }
     }
 
@@ -136,7 +136,7 @@ impl Call {
     }
 
     /// Whether this rank lacks the text of the call's shape or place, which is another rank's.
-    pub fn lacks_text(&self) -> bool {
+    pub(crate) fn lacks_text(&self) -> bool {
         let lacks_shape = self.shape != ShapeCode::NONE && self.shape.text().is_none();
         lacks_shape || (self.place != CallSite::NONE && self.place.text().is_none())
     }
@@ -162,7 +162,7 @@ impl Call {
     }
 
     /// Describes two different calls, in full if their short forms are equal.
-    pub fn describe_both(&self, other: &Self) -> (String, String) {
+    pub(crate) fn describe_both(&self, other: &Self) -> (String, String) {
         let (a, b) = (self.to_string(), other.to_string());
         let differ_in_shape = self.count == other.count && !self.shape.agrees(other.shape);
         if differ_in_shape && let (Some(a), Some(b)) = (self.shape.text(), other.shape.text()) {

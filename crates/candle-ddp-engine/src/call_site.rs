@@ -27,7 +27,7 @@ const NUMBERS_KEPT: usize = 64;
 
 impl CallSite {
     /// No place.
-    pub const NONE: Self = Self(0);
+    pub(crate) const NONE: Self = Self(0);
 
     fn of(location: &'static Location<'static>) -> Self {
         let address = std::ptr::from_ref(location).addr();
@@ -106,17 +106,17 @@ impl CallSite {
     }
 
     /// `src/main.rs:41:9`, if there is a place, and this rank knows its text.
-    pub fn text(self) -> Option<String> {
+    pub(crate) fn text(self) -> Option<String> {
         if self == Self::NONE { None } else { texts::known(self.0) }
     }
 
     /// The number that is sent.
-    pub fn code(self) -> u32 {
+    pub(crate) fn code(self) -> u32 {
         self.0
     }
 
     /// The place for a received number.
-    pub fn from_code(code: u32) -> Self {
+    pub(crate) fn from_code(code: u32) -> Self {
         Self(code)
     }
 }

@@ -19,7 +19,7 @@ thread_local! {
 
 impl Label {
     /// No label.
-    pub const NONE: Self = Self(0);
+    pub(crate) const NONE: Self = Self(0);
     /// The messages of a batch.
     pub const BATCH: Self = Self::of(BATCH);
 
@@ -70,12 +70,12 @@ impl Label {
     }
 
     /// The number that is sent.
-    pub fn code(self) -> u32 {
+    pub(crate) fn code(self) -> u32 {
         self.0
     }
 
     /// The label for a received number.
-    pub fn from_code(code: u32) -> Self {
+    pub(crate) fn from_code(code: u32) -> Self {
         Self(code)
     }
 }

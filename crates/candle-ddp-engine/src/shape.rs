@@ -19,7 +19,7 @@ thread_local! {
 
 impl ShapeCode {
     /// A shape that says nothing.
-    pub const NONE: Self = Self(0);
+    pub(crate) const NONE: Self = Self(0);
 
     /// The number for a shape.
     #[inline]
@@ -39,22 +39,22 @@ impl ShapeCode {
     }
 
     /// Whether tensors of these shapes have their elements in the same places.
-    pub fn agrees(self, other: Self) -> bool {
+    pub(crate) fn agrees(self, other: Self) -> bool {
         self == other || self == Self::NONE || other == Self::NONE
     }
 
     /// `2, 3`, if the shape says something, and this rank knows its text.
-    pub fn text(self) -> Option<String> {
+    pub(crate) fn text(self) -> Option<String> {
         if self == Self::NONE { None } else { texts::known(self.0) }
     }
 
     /// The number that is sent.
-    pub fn code(self) -> u32 {
+    pub(crate) fn code(self) -> u32 {
         self.0
     }
 
     /// The shape for a received number.
-    pub fn from_code(code: u32) -> Self {
+    pub(crate) fn from_code(code: u32) -> Self {
         Self(code)
     }
 }

@@ -11,9 +11,9 @@ mod view;
 #[doc(hidden)]
 pub use fuzz::pickle as fuzz_pickle;
 
-pub use candle_ddp_tensor::Readable;
-
 use archive::{Archive, Budget};
+use candle_core::Tensor;
+use candle_ddp_tensor::Readable;
 use checked::Checked;
 use reader::{Id, Pickle, Value};
 use std::collections::{HashMap, HashSet};
@@ -42,7 +42,7 @@ const KEYS: [&str; 5] = ["state_dict", "model_state_dict", "model", "module", "n
 /// # Errors
 /// [`Error::Io`] if the file's length cannot be found out; [`Error::File`] if it cannot be read, or has no such dict. A single tensor that
 /// candle cannot represent is an error in its place.
-pub fn read(mut file: impl Read + Seek, key: Option<&str>) -> Result<HashMap<String, Readable>, Error> {
+pub fn read(mut file: impl Read + Seek, key: Option<&str>) -> Result<HashMap<String, Result<Tensor, String>>, Error> {
     let length = file.seek(SeekFrom::End(0))?;
     tensors(file, length, key).map_err(Error::File)
 }

@@ -20,8 +20,9 @@ mod files;
 mod recorder;
 mod signal;
 
-pub use candle_ddp_base::flight_record::{CallRecord, CallState, ChannelKind};
-pub use recorder::{FlightRecorder, Recorded, Recording};
+pub(crate) use candle_ddp_base::flight_record::{CallRecord, CallState, ChannelKind};
+pub(crate) use recorder::Recorded;
+pub use recorder::{FlightRecorder, Recording};
 
 use candle_ddp_base::flight_record::FOLDER_VARIABLE;
 use candle_ddp_env::Variables;
@@ -58,7 +59,7 @@ impl FlightRecorderOptions {
 }
 
 /// Returns the nanoseconds since 1970.
-pub fn now_ns() -> u64 {
+pub(crate) fn now_ns() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_nanos() as u64)
 }
 

@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, Weak};
 
 /// A group whose calls are remembered.
-pub trait Recorded: Send + Sync {
+pub(crate) trait Recorded: Send + Sync {
     /// Returns the group's calls, channel by channel, and its failure.
     fn record(&self) -> (Vec<CallRecord>, Option<String>);
 }
@@ -80,12 +80,12 @@ impl FlightRecorder {
     }
 
     /// Returns how many calls a group remembers.
-    pub fn entries(&self) -> usize {
+    pub(crate) fn entries(&self) -> usize {
         self.options.entries
     }
 
     /// Writes the file after a failure or on a signal, if there is a folder. A failure to write it is only a warning.
-    pub fn write_because(&self, reason: &str) {
+    pub(crate) fn write_because(&self, reason: &str) {
         let Some(folder) = &self.options.folder else { return };
         match self.write(folder, reason) {
             Ok(path) => log::info!("rank {}: wrote its last calls to {}", self.rank, path.display()),
@@ -136,7 +136,7 @@ impl Recording {
     }
 
     /// Registers `group`, whose calls are written from now on.
-    pub fn register(&self, group: Weak<dyn Recorded>) {
+    pub(crate) fn register(&self, group: Weak<dyn Recorded>) {
         let Self { name, ranks, .. } = self.clone();
         let mut groups = lock(&self.recorder.groups);
         // A program may make sub-groups for as long as it runs.

@@ -21,16 +21,17 @@ impl StateDict for Generator {
         let mut loader = Loader::new(dict, KIND)?;
         let (seed, offset) = (loader.list::<i64>(SEED, 1)?[0], loader.list::<i64>(OFFSET, 1)?[0]);
         loader.finish()?;
-        self.restore(seed as u64, self.sequence(), offset as u64);
+        self.restore(seed as u64, self.sequence().0, offset as u64);
         Ok(())
     }
 
     fn share(&self) -> Result<Share> {
         let mut dict = self.state_dict()?;
-        if !self.is_of_rank() {
+        let (sequence, is_of_rank) = self.sequence();
+        if !is_of_rank {
             return Ok(Share::new(Spread::Replicate, dict));
         }
-        dict.insert(SEQUENCE.to_string(), state::list(&[self.sequence() as i64])?);
+        dict.insert(SEQUENCE.to_string(), state::list(&[sequence as i64])?);
         Ok(Share::new(Spread::Own, dict))
     }
 
@@ -65,7 +66,7 @@ fn load_shards(generator: &mut Generator, shards: &[Dict], rank: usize, world_si
     let is_common = saved.iter().flatten().all(|(seed, ..)| *seed == first);
     let seed = own.map(|(seed, ..)| seed).or(is_common.then_some(first)).unwrap_or(generator.seed());
     let offset = saved.iter().flatten().map(|(.., offset)| *offset).max().unwrap_or(generator.offset());
-    generator.restore(seed, Generator::for_rank(seed, rank).sequence(), offset);
+    generator.restore(seed, Generator::for_rank(seed, rank).sequence().0, offset);
     Ok(())
 }
 

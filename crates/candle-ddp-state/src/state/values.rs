@@ -138,7 +138,7 @@ mod tests {
         check(Serde((f64::NAN, Some(f64::NAN), vec![f32::NEG_INFINITY])), Serde(Default::default()));
         let generator = |offset| {
             let mut generator = Generator::new(7);
-            generator.set_offset(offset);
+            generator.restore(7, 0, offset);
             Arc::new(Mutex::new(generator))
         };
         check(generator(3), generator(4));

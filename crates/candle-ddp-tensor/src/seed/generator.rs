@@ -85,14 +85,11 @@ impl Generator {
         Self { seed, sequence, offset: 0, maker: Maker::Any }
     }
 
-    /// The number of the sequence of the seed: 0, or 1 + the rank that the generator was made for.
-    pub fn sequence(&self) -> u64 {
-        self.sequence
-    }
-
-    /// Whether [`for_rank`](Self::for_rank) made it, so that each rank has another sequence.
-    pub fn is_of_rank(&self) -> bool {
-        self.maker == Maker::Rank
+    /// The number of the sequence of the seed, and whether [`for_rank`](Self::for_rank) made the generator, so that each rank has another
+    /// sequence.
+    #[doc(hidden)]
+    pub fn sequence(&self) -> (u64, bool) {
+        (self.sequence, self.maker == Maker::Rank)
     }
 
     pub(super) fn maker(&self) -> Maker {
@@ -113,11 +110,6 @@ impl Generator {
     /// The position in the sequence, in blocks of four numbers of 32 bits; 0 at the beginning.
     pub fn offset(&self) -> u64 {
         self.offset
-    }
-
-    /// Moves to a position in the sequence that [`offset`](Self::offset) has returned.
-    pub fn set_offset(&mut self, offset: u64) {
-        self.offset = offset;
     }
 
     /// Takes the next `count` numbers of 32 bits out of the sequence, without computing them. For layers that need the same
