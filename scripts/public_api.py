@@ -37,15 +37,15 @@ DERIVED = re.compile(r": impl(<.*>)? (Clone|Copy|Debug|Default|Eq|Hash|Ord|Parti
 # The most lines that each listing may have, without those of derived traits. Lower a number whenever its listing has become shorter. A number
 # that is higher than in an earlier commit is an error, unless RAISED says why.
 BUDGETS = {
-    "candle_ddp": 562,
-    "candle_ddp_data": 99,
+    "candle_ddp": 480,
+    "candle_ddp_data": 79,
     "candle_ddp_nn": 316,
-    "candle_ddp_tensor": 38,
-    "candle_ddp_engine": 106,
-    "candle_ddp_pickle": 7,
-    "candle_ddp_rendezvous": 75,
-    "candle_ddp_vision": 83,
-    "candle_ddp_webdataset": 24,
+    "candle_ddp_tensor": 34,
+    "candle_ddp_engine": 71,
+    "candle_ddp_pickle": 5,
+    "candle_ddp_rendezvous": 74,
+    "candle_ddp_vision": 80,
+    "candle_ddp_webdataset": 22,
 }
 # The budgets that have been raised since the commit SINCE, each with its old and new number and the reason: functions of PyTorch that were missing.
 RAISED = [

@@ -3,12 +3,11 @@
 use super::apply::on_each;
 use super::replica::DeviceVariables;
 use super::scatter_gather::{gather, scatter, transfer};
-use crate::tensor::copy::snapshot;
-use crate::tensor::function;
+use crate::tensor::function::{self, keyed};
 use crate::{Error, Result};
 use candle_core::backend::{BackendDevice, BackendStorage};
 use candle_core::backprop::GradStore;
-use candle_core::{CpuStorage, CudaStorage, CustomOp1, CustomOp2, DType, Device, Layout, Shape, Tensor, TensorId, Var};
+use candle_core::{CpuStorage, CudaStorage, CustomOp1, DType, Device, Layout, Shape, Tensor, TensorId, Var};
 use std::cell::RefCell;
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -174,13 +173,23 @@ pub(super) fn join(
     let pass = Arc::new(Pass { locals, leaves: inputs.leaves, outputs });
     let token = pass.token(root, &inputs.originals)?;
     let attach = |(number, (value, tracked)): (usize, (Tensor, bool))| match tracked {
-        true => Ok(value.apply_op2(&token, GatheredOutput { pass: Arc::clone(&pass), number })?),
+        true => Ok(pass.attach(&value, &token, number)?),
         false => Ok(value),
     };
     gathered.into_iter().zip(tracked).enumerate().map(attach).collect()
 }
 
 impl Pass {
+    /// A gathered output: its value, as a function of the pass's token, which candle reaches after all outputs.
+    fn attach(self: &Arc<Self>, value: &Tensor, token: &Tensor, number: usize) -> candle_core::Result<Tensor> {
+        let pass = Arc::clone(self);
+        keyed("data-parallel-output", value, token, move |token, gradient| {
+            let key = (pass.id(), number);
+            with_backward(|backward| backward.outputs.insert(key, gradient.clone()))?;
+            Ok((None, Some(token.zeros_like()?)))
+        })
+    }
+
     /// Returns this pass's id in a [`Backward`], which does not outlive the pass.
     fn id(self: &Arc<Self>) -> usize {
         Arc::as_ptr(self) as usize
@@ -334,50 +343,5 @@ impl<F: Fn(&Tensor) -> Result<Option<Tensor>>> CustomOp1 for Token<F> {
 
     fn bwd(&self, arg: &Tensor, _: &Tensor, _: &Tensor) -> candle_core::Result<Option<Tensor>> {
         Ok((self.backward)(arg)?)
-    }
-}
-
-/// A gathered output: its value, as a function of the pass's token.
-struct GatheredOutput {
-    pass: Arc<Pass>,
-    number: usize,
-}
-
-impl CustomOp2 for GatheredOutput {
-    fn name(&self) -> &'static str {
-        "data-parallel-output"
-    }
-
-    fn cpu_fwd(
-        &self,
-        value: &CpuStorage,
-        layout: &Layout,
-        _: &CpuStorage,
-        _: &Layout,
-    ) -> candle_core::Result<(CpuStorage, Shape)> {
-        snapshot(value, layout, value.dtype())
-    }
-
-    fn cuda_fwd(
-        &self,
-        value: &CudaStorage,
-        layout: &Layout,
-        _: &CudaStorage,
-        _: &Layout,
-    ) -> candle_core::Result<(CudaStorage, Shape)> {
-        snapshot(value, layout, value.dtype())
-    }
-
-    /// Stores the gradient for the token, which candle reaches after all outputs.
-    fn bwd(
-        &self,
-        _: &Tensor,
-        token: &Tensor,
-        _: &Tensor,
-        gradient: &Tensor,
-    ) -> candle_core::Result<(Option<Tensor>, Option<Tensor>)> {
-        let key = (self.pass.id(), self.number);
-        with_backward(|backward| backward.outputs.insert(key, gradient.clone()))?;
-        Ok((None, Some(token.zeros_like()?)))
     }
 }

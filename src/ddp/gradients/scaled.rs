@@ -3,53 +3,40 @@
 //! The scaled loss also depends on a variable, the key, which gets a gradient of zero like every other variable of the graph: so
 //! the store of any backward pass from that loss has it, also of candle's own.
 use crate::backend::label;
-use crate::panic::lock;
 use crate::process_group::ProcessGroup;
-use crate::tensor::copy::snapshot;
+use crate::tensor::function::{Keys, keyed};
 use crate::{Error, ReduceOp, Result};
-use candle_core::backend::BackendStorage;
 use candle_core::backprop::GradStore;
-use candle_core::{CpuStorage, CudaStorage, CustomOp2, DType, Device, Layout, Shape, Tensor, TensorId, Var};
-use std::sync::Mutex;
+use candle_core::{Tensor, TensorId};
 
-/// One key for each device.
-static KEYS: Mutex<Vec<Var>> = Mutex::new(Vec::new());
-
-fn key(device: &Device) -> candle_core::Result<Var> {
-    let mut keys = lock(&KEYS);
-    if let Some(key) = keys.iter().find(|key| key.device().same_device(device)) {
-        return Ok(key.clone());
-    }
-    let key = Var::zeros((), DType::F32, device)?;
-    keys.push(key.clone());
-    Ok(key)
-}
+static KEYS: Keys = Keys::new();
 
 /// The same loss; stores with its gradients are known to be [scaled](is_scaled).
 pub(crate) fn mark(loss: &Tensor) -> candle_core::Result<Tensor> {
     if loss.device().is_metal() {
         return Ok(loss.clone());
     }
-    loss.apply_op2(key(loss.device())?.as_tensor(), Marked)
+    let key = KEYS.of(loss.device())?;
+    keyed("scaled-loss", loss, key.as_tensor(), |key, gradient| Ok((Some(gradient.clone()), Some(key.zeros_like()?))))
 }
 
 /// Whether `id` is the key's: the graph of a scaled loss contains it.
 pub(crate) fn is_key(id: TensorId) -> bool {
-    lock(&KEYS).iter().any(|key| key.id() == id)
+    KEYS.all().iter().any(|key| key.id() == id)
 }
 
 fn is_scaled(grads: &GradStore) -> bool {
-    lock(&KEYS).iter().any(|key| grads.get(key).is_some())
+    KEYS.all().iter().any(|key| grads.get(key).is_some())
 }
 
 /// Call once the gradients are divided.
 pub(crate) fn unmark(grads: &mut GradStore) {
-    lock(&KEYS).iter().for_each(|key| drop(grads.remove(key)));
+    KEYS.all().iter().for_each(|key| drop(grads.remove(key)));
 }
 
 /// Makes `to` scaled if `from` is.
 pub(in crate::ddp) fn pass_on(from: &mut GradStore, to: &mut GradStore) {
-    for key in lock(&KEYS).iter() {
+    for key in KEYS.all().iter() {
         if let Some(mark) = from.remove(key) {
             to.insert(key, mark);
         }
@@ -81,42 +68,4 @@ pub(crate) fn share_verdict(group: &ProcessGroup, [overflow, has_scaled]: [bool;
     label::UNSCALE.during(|| group.all_reduce(&pair, ReduceOp::Sum))?;
     let pair = pair.to_vec1::<f64>()?;
     Ok([pair[1].is_nan(), pair[0] > 0.])
-}
-
-struct Marked;
-
-impl CustomOp2 for Marked {
-    fn name(&self) -> &'static str {
-        "scaled-loss"
-    }
-
-    fn cpu_fwd(
-        &self,
-        loss: &CpuStorage,
-        layout: &Layout,
-        _: &CpuStorage,
-        _: &Layout,
-    ) -> candle_core::Result<(CpuStorage, Shape)> {
-        snapshot(loss, layout, loss.dtype())
-    }
-
-    fn cuda_fwd(
-        &self,
-        loss: &CudaStorage,
-        layout: &Layout,
-        _: &CudaStorage,
-        _: &Layout,
-    ) -> candle_core::Result<(CudaStorage, Shape)> {
-        snapshot(loss, layout, loss.dtype())
-    }
-
-    fn bwd(
-        &self,
-        _: &Tensor,
-        key: &Tensor,
-        _: &Tensor,
-        gradient: &Tensor,
-    ) -> candle_core::Result<(Option<Tensor>, Option<Tensor>)> {
-        Ok((Some(gradient.clone()), Some(key.zeros_like()?)))
-    }
 }

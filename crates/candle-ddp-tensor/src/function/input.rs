@@ -1,11 +1,9 @@
 //! Inputs of models that are variables: a program that makes one wants its gradient, which carries no graph.
 use super::grad_mode::is_grad_enabled;
+use super::keyed::{Keys, keyed};
 use crate::copy::snapshot;
 use candle_core::backend::BackendStorage;
-use candle_core::{
-    CpuStorage, CudaStorage, CustomOp1, CustomOp2, DType, Device, Layout, Result, Shape, Tensor, TensorId, Var,
-};
-use parking_lot::Mutex;
+use candle_core::{CpuStorage, CudaStorage, CustomOp1, Layout, Result, Shape, Tensor, TensorId};
 
 /// The reason why no loss may depend on a gradient.
 #[doc(hidden)]
@@ -13,8 +11,8 @@ pub const NO_SECOND_ORDER: &str = "it depends on a gradient of an earlier backwa
     the graph of one operation, so this part of the loss would train nothing, or wrongly. For a gradient penalty take a finite \
     difference (\"Gradient penalties\" in candle-ddp's guide to migration); if the gradient is meant as a constant, call `detach()` on it";
 
-/// One for each device. A loss whose graph has one depends on the gradient of an [`input`].
-static KEYS: Mutex<Vec<Var>> = Mutex::new(Vec::new());
+/// A loss whose graph has one depends on the gradient of an [`input`].
+static KEYS: Keys = Keys::new();
 
 /// `x`, or a copy if it is a variable: no backward pass goes through the variable's gradient, and a graph that contains the gradient is
 /// known by [`is_input_gradient`].
@@ -27,17 +25,7 @@ pub fn input(x: &Tensor) -> Result<Tensor> {
 /// Whether `id` identifies a variable on which the gradients of inputs depend.
 #[doc(hidden)]
 pub fn is_input_gradient(id: TensorId) -> bool {
-    KEYS.lock().iter().any(|key| key.id() == id)
-}
-
-fn key(device: &Device) -> Result<Var> {
-    let mut keys = KEYS.lock();
-    if let Some(key) = keys.iter().find(|key| key.device().same_device(device)) {
-        return Ok(key.clone());
-    }
-    let key = Var::zeros((), DType::F32, device)?;
-    keys.push(key.clone());
-    Ok(key)
+    KEYS.all().iter().any(|key| key.id() == id)
 }
 
 struct Input;
@@ -56,27 +44,8 @@ impl CustomOp1 for Input {
     }
 
     fn bwd(&self, _: &Tensor, _: &Tensor, gradient: &Tensor) -> Result<Option<Tensor>> {
-        gradient.detach().apply_op2(key(gradient.device())?.as_tensor(), Gradient).map(Some)
-    }
-}
-
-/// Turns an input's gradient, and the key, into the same gradient.
-struct Gradient;
-
-impl CustomOp2 for Gradient {
-    fn name(&self) -> &'static str {
-        "input-gradient"
-    }
-
-    fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
-        snapshot(x, layout, x.dtype())
-    }
-
-    fn cuda_fwd(&self, x: &CudaStorage, layout: &Layout, _: &CudaStorage, _: &Layout) -> Result<(CudaStorage, Shape)> {
-        snapshot(x, layout, x.dtype())
-    }
-
-    fn bwd(&self, _: &Tensor, _: &Tensor, _: &Tensor, _: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
-        candle_core::bail!("the loss must be another: {NO_SECOND_ORDER}")
+        let key = KEYS.of(gradient.device())?;
+        let refuse = |_: &Tensor, _: &Tensor| candle_core::bail!("the loss must be another: {NO_SECOND_ORDER}");
+        keyed("input-gradient", &gradient.detach(), key.as_tensor(), refuse).map(Some)
     }
 }

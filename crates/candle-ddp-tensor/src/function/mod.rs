@@ -21,6 +21,7 @@ mod add;
 mod adopt;
 mod grad_mode;
 mod input;
+mod keyed;
 mod leaf;
 mod operation;
 mod pass;
@@ -37,6 +38,8 @@ pub use grad_mode::{argument, is_tracked};
 pub use grad_mode::{enable_grad, is_grad_enabled, no_grad, set_grad_enabled};
 #[doc(hidden)]
 pub use input::{NO_SECOND_ORDER, input, is_input_gradient};
+#[doc(hidden)]
+pub use keyed::{Keys, keyed};
 #[doc(hidden)]
 pub use leaf::{Leaves, leaf};
 pub use operation::{apply, op1, op2, op3};
