@@ -34,7 +34,7 @@ impl Keys {
 }
 
 /// The gradients of a value and its key.
-pub type Gradients = Result<(Option<Tensor>, Option<Tensor>)>;
+type Gradients = Result<(Option<Tensor>, Option<Tensor>)>;
 
 /// A copy of `x`, in whose graph there is also `key`. `backward` gets the key and the gradient of the copy.
 pub fn keyed(
