@@ -64,6 +64,11 @@ impl Error {
         Self::DataFile { path: path.into(), reason: reason.into() }
     }
 
+    /// An `Unavailable`.
+    pub fn unavailable(what: impl Into<String>, hint: impl Into<String>) -> Self {
+        Self::Unavailable { what: what.into(), hint: hint.into() }
+    }
+
     /// The variant's name.
     pub fn name(&self) -> &'static str {
         match self {

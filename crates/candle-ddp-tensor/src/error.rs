@@ -8,7 +8,7 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 /// The reason why a function of this crate, or a layer made of these functions, fails.
 ///
 /// Layers return candle's errors, and this one travels in them unchanged: `From` gives it back. In `candle-ddp`, it becomes
-/// the variant of the same name.
+/// the variant of the same name, and `Base` that of the error in it.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -16,23 +16,9 @@ pub enum Error {
     #[error(transparent)]
     Candle(candle_core::Error),
 
-    /// An invalid argument.
-    #[error("{argument}: {reason}")]
-    InvalidArgument {
-        /// The argument's or option's name.
-        argument: &'static str,
-        /// The reason why it is invalid, and the valid values.
-        reason: String,
-    },
-
-    /// A feature that was not compiled in, or that this version does not have.
-    #[error("{what} is not available: {hint}")]
-    Unavailable {
-        /// The feature.
-        what: String,
-        /// How to get it.
-        hint: String,
-    },
+    /// An error that every crate has, such as an invalid argument.
+    #[error(transparent)]
+    Base(#[from] candle_ddp_base::Error),
 
     /// A dtype for which an operation has no kernel.
     #[error("{operation} does not support dtype {dtype:?} (supported: {supported}): convert the tensor with to_dtype")]
@@ -60,7 +46,7 @@ pub enum Error {
 impl Error {
     #[doc(hidden)]
     pub fn invalid(argument: &'static str, reason: impl Into<String>) -> Self {
-        Self::InvalidArgument { argument, reason: reason.into() }
+        candle_ddp_base::Error::invalid(argument, reason).into()
     }
 }
 
@@ -153,4 +139,25 @@ pub fn describe(dtype: DType, shape: &Shape) -> String {
 #[doc(hidden)]
 pub fn describe_placed(tensor: &Tensor) -> String {
     format!("{} on {:?}", describe(tensor.dtype(), tensor.shape()), tensor.device().location())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io;
+
+    #[test]
+    fn errors_come_out_of_candles_as_what_they_were() {
+        use candle_ddp_base::Error as Base;
+        let travelled = |error: Error| Error::from(candle_core::Error::from(error));
+        let error = travelled(Base::data_file("1.jpg", "it is a FIFO").into());
+        assert!(
+            matches!(&error, Error::Base(Base::DataFile { .. })) && error.to_string() == "1.jpg: it is a FIFO",
+            "{error:?}"
+        );
+        let error = travelled(Error::invalid("size", "0"));
+        assert!(matches!(&error, Error::Base(Base::InvalidArgument { argument: "size", .. })), "{error:?}");
+        let error = Error::from(candle_core::Error::from(io::Error::other("no such disk")));
+        assert!(matches!(&error, Error::Candle(candle_core::Error::Io(_))), "{error:?}");
+    }
 }

@@ -1,6 +1,7 @@
 //! ADE20K: scenes and the class of each of their pixels.
 use super::folder::entries;
 use super::{Image, Mask, Split, Transform};
+use crate::error::data_file;
 use crate::{Error, Result};
 use candle_ddp_tensor::seed::Generator;
 use std::path::{Path, PathBuf};
@@ -31,7 +32,7 @@ impl<T: Transform> Ade20k<T> {
     /// `transform` is applied to each image and its mask; `()` changes nothing.
     ///
     /// # Errors
-    /// [`Error::Io`] if a folder cannot be read; [`Error::DataFile`] if it has no images, or if an image has no annotation.
+    /// [`Io`](candle_ddp_base::Error::Io) if a folder cannot be read; [`DataFile`](candle_ddp_base::Error::DataFile) if it has no images, or if an image has no annotation.
     pub fn new(root: impl AsRef<Path>, split: Split, transform: T) -> Result<Self> {
         let root = root.as_ref();
         let inner = root.join("ADEChallengeData2016");
@@ -49,12 +50,12 @@ impl<T: Transform> Ade20k<T> {
             let annotation = annotations.join(name).with_extension("png");
             if !annotation.is_file() {
                 let reason = format!("its annotation is missing: {}", annotation.display());
-                return Err(Error::data_file(&image, reason));
+                return Err(data_file(&image, reason));
             }
             samples.push((image, annotation));
         }
         if samples.is_empty() {
-            return Err(Error::data_file(&images, "the folder must contain images (.jpg), and has none"));
+            return Err(data_file(&images, "the folder must contain images (.jpg), and has none"));
         }
         Ok(Self { samples, transform })
     }
@@ -81,7 +82,7 @@ impl<T: Transform> Ade20k<T> {
     /// The image and the mask of the sample `index`, transformed with numbers of `random`.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] if `index` is not below the number of samples; [`Error::Io`] if a file cannot be read; [`Error::DataFile`]
+    /// [`InvalidArgument`](candle_ddp_base::Error::InvalidArgument) if `index` is not below the number of samples; [`Io`](candle_ddp_base::Error::Io) if a file cannot be read; [`DataFile`](candle_ddp_base::Error::DataFile)
     /// if one is damaged, if image and mask differ in size, if a label is above 150, or if the transform fails.
     pub fn get(&self, index: usize, random: &mut Generator) -> Result<(Image, Mask)> {
         let sample = self.samples.get(index);
@@ -98,17 +99,17 @@ impl<T: Transform> Ade20k<T> {
                 mask.height(),
                 mask.width()
             );
-            return Err(Error::data_file(path, reason));
+            return Err(data_file(path, reason));
         }
         // 0 becomes 255, which is IGNORE_INDEX.
         mask.labels_mut().iter_mut().for_each(|label| *label = label.wrapping_sub(1));
         if let Some(label) = mask.labels().iter().find(|&&label| (CLASSES..u8::MAX).contains(&label)) {
             let reason = format!("its label {} must be at most {CLASSES}", label + 1);
-            return Err(Error::data_file(annotation, reason));
+            return Err(data_file(annotation, reason));
         }
         self.transform
             .apply(&mut image, Some(&mut mask), random)
-            .map_err(|error| Error::data_file(path, error.to_string()))?;
+            .map_err(|error| data_file(path, error.to_string()))?;
         Ok((image, mask))
     }
 }

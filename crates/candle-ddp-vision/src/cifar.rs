@@ -1,5 +1,6 @@
 //! CIFAR-10 and CIFAR-100, from the binary files that their authors distribute.
 use super::{Image, Split, Transform};
+use crate::error::{data_file, reading};
 use crate::{Error, Result};
 use candle_ddp_tensor::seed::Generator;
 use std::fs;
@@ -36,7 +37,7 @@ impl<T: Transform> Cifar10<T> {
     /// `cifar-10-batches-bin` in it. A file may have any number of records. `transform` is applied to each image; `()` changes nothing.
     ///
     /// # Errors
-    /// [`Error::Io`] if a file cannot be read; [`Error::DataFile`] if it does not consist of whole records, or has a label above 9.
+    /// [`Io`](candle_ddp_base::Error::Io) if a file cannot be read; [`DataFile`](candle_ddp_base::Error::DataFile) if it does not consist of whole records, or has a label above 9.
     pub fn new(root: impl AsRef<Path>, split: Split, transform: T) -> Result<Self> {
         let files: &[_] = match split {
             Split::Train => {
@@ -54,7 +55,7 @@ impl<T: Transform> Cifar100<T> {
     /// image; `()` changes nothing.
     ///
     /// # Errors
-    /// [`Error::Io`] if the file cannot be read; [`Error::DataFile`] if it does not consist of whole records, or has a coarse label
+    /// [`Io`](candle_ddp_base::Error::Io) if the file cannot be read; [`DataFile`](candle_ddp_base::Error::DataFile) if it does not consist of whole records, or has a coarse label
     /// above 19 or a fine one above 99.
     pub fn new(root: impl AsRef<Path>, split: Split, transform: T) -> Result<Self> {
         let file = match split {
@@ -87,7 +88,7 @@ impl<T: Transform> Cifar10<T> {
     /// The image and the class of the sample `index`, transformed with numbers of `random`.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] if `index` is not below the number of samples; the transform's.
+    /// [`InvalidArgument`](candle_ddp_base::Error::InvalidArgument) if `index` is not below the number of samples; the transform's.
     pub fn get(&self, index: usize, random: &mut Generator) -> Result<(Image, u32)> {
         let (mut image, labels) = self.records.get(index)?;
         self.transform.apply(&mut image, None, random)?;
@@ -111,7 +112,7 @@ impl<T: Transform> Cifar100<T> {
     /// The image and the class of the sample `index`, transformed with numbers of `random`.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] if `index` is not below the number of samples; the transform's.
+    /// [`InvalidArgument`](candle_ddp_base::Error::InvalidArgument) if `index` is not below the number of samples; the transform's.
     pub fn get(&self, index: usize, random: &mut Generator) -> Result<(Image, u32)> {
         let (mut image, labels) = self.records.get(index)?;
         self.transform.apply(&mut image, None, random)?;
@@ -134,20 +135,20 @@ impl Records {
         let mut bytes = Vec::new();
         for file in files {
             let path = folder.join(file);
-            let read = fs::read(&path).map_err(|error| Error::reading(&path, error))?;
+            let read = fs::read(&path).map_err(|error| reading(&path, error))?;
             if read.is_empty() || read.len() % record != 0 {
                 let reason = format!(
                     "its size, {} bytes, is not a multiple of the record size, {record}: unpack the binary version of the dataset again",
                     read.len()
                 );
-                return Err(Error::data_file(&path, reason));
+                return Err(data_file(&path, reason));
             }
             for (number, labels) in read.chunks_exact(record).enumerate() {
                 if let Some((label, below)) = labels.iter().zip(classes).find(|(label, below)| label >= below) {
                     let reason = format!(
                         "the label of record {number}, {label}, must be less than the number of classes, {below}"
                     );
-                    return Err(Error::data_file(&path, reason));
+                    return Err(data_file(&path, reason));
                 }
             }
             bytes.extend(read);

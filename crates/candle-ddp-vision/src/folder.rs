@@ -1,5 +1,6 @@
 //! A folder of images with a folder for each class.
 use super::{Image, Transform};
+use crate::error::{data_file, reading, reading_folder};
 use crate::{Error, Result};
 use candle_ddp_tensor::seed::Generator;
 use parking_lot::Mutex;
@@ -41,7 +42,7 @@ impl<T: Transform> ImageFolder<T> {
     /// Lists the images in `root`, once. `transform` is applied to each image that is read; `()` changes nothing.
     ///
     /// # Errors
-    /// [`Error::Io`] if a folder cannot be read; [`Error::DataFile`] if `root` has no folders, if there are no images in one
+    /// [`Io`](candle_ddp_base::Error::Io) if a folder cannot be read; [`DataFile`](candle_ddp_base::Error::DataFile) if `root` has no folders, if there are no images in one
     /// of them, or if the name of one is not UTF-8.
     pub fn new(root: impl AsRef<Path>, transform: T) -> Result<Self> {
         let root = root.as_ref();
@@ -49,11 +50,11 @@ impl<T: Transform> ImageFolder<T> {
         for (name, path) in entries(root)? {
             if is_folder(&path)? {
                 let reason = "the folder's name is the name of a class, and must be UTF-8";
-                classes.push(name.into_string().map_err(|_| Error::data_file(&path, reason))?);
+                classes.push(name.into_string().map_err(|_| data_file(&path, reason))?);
             }
         }
         if classes.is_empty() {
-            return Err(Error::data_file(root, "it must contain a folder for each class, and contains none"));
+            return Err(data_file(root, "it must contain a folder for each class, and contains none"));
         }
         let mut samples = Vec::new();
         let mut empty = Vec::new();
@@ -71,7 +72,7 @@ impl<T: Transform> ImageFolder<T> {
             if empty.len() > SHOWN {
                 reason += &format!(" and {} more", empty.len() - SHOWN);
             }
-            return Err(Error::data_file(root, reason));
+            return Err(data_file(root, reason));
         }
         Ok(Self { classes, samples, transform, skips_corrupt: false, skipped: Mutex::default() })
     }
@@ -122,8 +123,8 @@ impl<T: Transform> ImageFolder<T> {
     /// The image and the class of the sample `index`, transformed with numbers of `random`.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] if `index` is not below the number of samples; [`Error::Io`] if the file cannot be read;
-    /// [`Error::DataFile`] if it is damaged, or if the transform fails. With [`skip_corrupt`](Self::skip_corrupt),
+    /// [`InvalidArgument`](candle_ddp_base::Error::InvalidArgument) if `index` is not below the number of samples; [`Io`](candle_ddp_base::Error::Io) if the file cannot be read;
+    /// [`DataFile`](candle_ddp_base::Error::DataFile) if it is damaged, or if the transform fails. With [`skip_corrupt`](Self::skip_corrupt),
     /// damage is an error only if all images are damaged.
     pub fn get(&self, index: usize, random: &mut Generator) -> Result<(Image, u32)> {
         let len = self.samples.len();
@@ -138,11 +139,11 @@ impl<T: Transform> ImageFolder<T> {
             }
             match Image::open(path) {
                 Ok(mut image) => {
-                    let failed = |error: candle_core::Error| Error::data_file(path, error.to_string());
+                    let failed = |error: candle_core::Error| data_file(path, error.to_string());
                     self.transform.apply(&mut image, None, random).map_err(failed)?;
                     return Ok((image, *label));
                 }
-                Err(error @ Error::DataFile { .. }) if self.skips_corrupt => {
+                Err(error @ Error::Base(candle_ddp_base::Error::DataFile { .. })) if self.skips_corrupt => {
                     if self.skipped.lock().insert(index) {
                         log::warn!("skipped: {error}");
                     }
@@ -151,8 +152,7 @@ impl<T: Transform> ImageFolder<T> {
                 Err(error) => return Err(error),
             }
         }
-        let none =
-            || Error::data_file(&self.samples[index].0, format!("all {len} images are damaged, including this one"));
+        let none = || data_file(&self.samples[index].0, format!("all {len} images are damaged, including this one"));
         Err(last.unwrap_or_else(none))
     }
 }
@@ -165,7 +165,7 @@ fn images(folder: &Path) -> Result<Vec<PathBuf>> {
     // By device and inode: with links, one folder may have any number of paths.
     let mut seen = HashSet::new();
     while let Some(folder) = folders.pop() {
-        let metadata = folder.metadata().map_err(|error| Error::reading_folder(&folder, error))?;
+        let metadata = folder.metadata().map_err(|error| reading_folder(&folder, error))?;
         if !seen.insert((metadata.dev(), metadata.ino())) {
             log::warn!("{}: several paths lead to this folder, and its images count once", folder.display());
             continue;
@@ -193,7 +193,7 @@ fn is_folder(path: &Path) -> Result<bool> {
         Err(error) if error.kind() == ErrorKind::NotFound || Errno::from_io_error(&error) == Some(Errno::LOOP) => {
             Ok(false)
         }
-        Err(error) => Err(Error::reading(path, error)),
+        Err(error) => Err(reading(path, error)),
     }
 }
 
@@ -203,7 +203,7 @@ fn is_image(name: &[u8]) -> bool {
 
 /// The names in a folder, sorted, with their paths.
 pub(super) fn entries(folder: &Path) -> Result<Vec<(OsString, PathBuf)>> {
-    let failed = |error| Error::reading_folder(folder, error);
+    let failed = |error| reading_folder(folder, error);
     let mut found = Vec::new();
     for entry in fs::read_dir(folder).map_err(failed)? {
         let entry = entry.map_err(failed)?;

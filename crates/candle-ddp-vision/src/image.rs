@@ -28,7 +28,7 @@ impl Image {
     /// An image of these pixels: `height * width * 3` bytes, row by row.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] for another number of bytes, for an empty image, and for more than 178 956 970 pixels.
+    /// [`InvalidArgument`](candle_ddp_base::Error::InvalidArgument) for another number of bytes, for an empty image, and for more than 178 956 970 pixels.
     pub fn new(height: usize, width: usize, pixels: Vec<u8>) -> Result<Self> {
         check_bytes("pixels", height, width, 3, pixels.len())?;
         Ok(Self { height, width, pixels })
@@ -70,7 +70,7 @@ impl Mask {
     /// A mask of these `height * width` labels, row by row.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] for another number of labels, for an empty mask, and for more than 178 956 970 pixels.
+    /// [`InvalidArgument`](candle_ddp_base::Error::InvalidArgument) for another number of labels, for an empty mask, and for more than 178 956 970 pixels.
     pub fn new(height: usize, width: usize, labels: Vec<u8>) -> Result<Self> {
         check_bytes("labels", height, width, 1, labels.len())?;
         Ok(Self { height, width, labels })

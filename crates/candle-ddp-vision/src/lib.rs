@@ -12,8 +12,8 @@ mod scratch;
 mod transform;
 
 pub use ade20k::Ade20k;
+pub use candle_ddp_tensor::{Error, Result};
 pub use cifar::{Cifar10, Cifar100};
-pub use error::{Error, Result};
 pub use folder::ImageFolder;
 pub use image::{IGNORE_INDEX, Image, Mask};
 pub use normalize::Normalize;

@@ -38,7 +38,7 @@ impl Normalize {
     /// The image as a tensor of f32 and of shape (3, height, width), on the CPU.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] if a standard deviation is 0; candle's.
+    /// [`InvalidArgument`](candle_ddp_base::Error::InvalidArgument) if a standard deviation is 0; candle's.
     pub fn apply(&self, image: &Image) -> Result<Tensor> {
         let mut values = Vec::with_capacity(image.pixels().len());
         self.append(image, &self.tables()?, &mut values);
@@ -48,7 +48,7 @@ impl Normalize {
     /// Images of the same size as a tensor of f32 and of shape (N, 3, height, width), on the CPU.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] if there are no images, if they differ in size, or if a standard deviation is 0.
+    /// [`InvalidArgument`](candle_ddp_base::Error::InvalidArgument) if there are no images, if they differ in size, or if a standard deviation is 0.
     pub fn batch<'a>(&self, images: impl IntoIterator<Item = &'a Image, IntoIter: Clone>) -> Result<Tensor> {
         let images = images.into_iter();
         let (count, height, width) =
@@ -63,7 +63,7 @@ impl Normalize {
     /// become a tensor of u32 and of shape (N), masks one of u8 and of shape (N, height, width).
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] if there are no samples, if images or masks differ in size, or if a standard deviation is 0.
+    /// [`InvalidArgument`](candle_ddp_base::Error::InvalidArgument) if there are no samples, if images or masks differ in size, or if a standard deviation is 0.
     pub fn collate<L: Collate>(&self, samples: Vec<(Image, L)>) -> Result<(Tensor, L::Batch)> {
         let (images, labels): (Vec<_>, Vec<_>) = samples.into_iter().unzip();
         Ok((self.batch(&images)?, L::collate(labels)?))

@@ -2,7 +2,8 @@
 //!
 //! Images are large enough for an allocator to return their memory to the system, which then costs page faults with every
 //! image.
-use crate::{Error, Result};
+use crate::Result;
+use crate::error::{data_file, reading};
 use fast_image_resize::Resizer;
 use rustix::fs::OFlags;
 use std::cell::{Cell, RefCell};
@@ -24,13 +25,13 @@ thread_local! {
 pub(super) fn read<T>(path: &Path, decode: impl FnOnce(&[u8]) -> T) -> Result<T> {
     let mut bytes = FILE.take();
     bytes.clear();
-    let failed = |error| Error::reading(path, error);
+    let failed = |error| reading(path, error);
     // Without this flag, opening a FIFO waits for a writer.
     let flags = OFlags::NONBLOCK.bits() as i32;
     let mut file = File::options().read(true).custom_flags(flags).open(path).map_err(failed)?;
     let kind = file.metadata().map_err(failed)?.file_type();
     if !kind.is_file() {
-        return Err(Error::data_file(path, format!("it must be a regular file, and is {}", name_of(kind))));
+        return Err(data_file(path, format!("it must be a regular file, and is {}", name_of(kind))));
     }
     file.read_to_end(&mut bytes).map_err(failed)?;
     let decoded = decode(&bytes);

@@ -49,7 +49,7 @@ use problem::Problem;
 /// ```
 ///
 /// # Errors
-/// [`Error::InvalidArgument`](candle_ddp_tensor::Error::InvalidArgument), carried by candle's error, for shapes,
+/// [`Error::Base`](candle_ddp_tensor::Error::Base), carried by candle's error, for shapes,
 /// dtypes and devices that do not fit each other, a mask together with `is_causal`, and a mask that requires a
 /// gradient; [`Error::UnsupportedDType`](candle_ddp_tensor::Error::UnsupportedDType).
 pub fn scaled_dot_product_attention(q: &Tensor, k: &Tensor, v: &Tensor, options: AttentionOptions) -> Result<Tensor> {

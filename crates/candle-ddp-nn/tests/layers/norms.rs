@@ -151,7 +151,11 @@ fn group_norm_with_parameters_of_another_dtype() {
 fn bad_groups_and_inputs_are_refused() {
     let refused = |error: candle_core::Error, text: &str| {
         let error = Error::from(error);
-        assert!(matches!(error, Error::InvalidArgument { .. }) && error.to_string().contains(text), "{error}");
+        assert!(
+            matches!(error, Error::Base(candle_ddp_base::Error::InvalidArgument { .. }))
+                && error.to_string().contains(text),
+            "{error}"
+        );
     };
     let of = |size: usize| tensor(&[size], 1);
     let layer = |weight, channels, groups, eps| GroupNorm::new(weight, of(channels), channels, groups, eps);

@@ -168,7 +168,7 @@ fn nothing_is_recorded_under_no_grad() {
 fn what_does_not_fit_is_refused() {
     fn refused<T>(result: Result<T>, argument: &str, text: &str) {
         match result.map(|_| ()).map_err(Error::from) {
-            Err(Error::InvalidArgument { argument: found, reason }) => {
+            Err(Error::Base(candle_ddp_base::Error::InvalidArgument { argument: found, reason })) => {
                 assert!(found == argument && reason.contains(text), "{found}: {reason}");
             }
             other => panic!("{argument}: {other:?}"),

@@ -53,8 +53,7 @@ impl From<Error> for rendezvous::Error {
 impl From<tensor::Error> for Error {
     fn from(error: tensor::Error) -> Self {
         match error {
-            tensor::Error::InvalidArgument { argument, reason } => Self::InvalidArgument { argument, reason },
-            tensor::Error::Unavailable { what, hint } => Self::Unavailable { what, hint },
+            tensor::Error::Base(error) => error.into(),
             tensor::Error::UnsupportedDType { operation, dtype, supported } => {
                 Self::UnsupportedDType { operation, dtype, supported }
             }
@@ -65,37 +64,19 @@ impl From<tensor::Error> for Error {
     }
 }
 
-#[cfg(feature = "vision")]
-impl From<candle_ddp_vision::Error> for Error {
-    fn from(error: candle_ddp_vision::Error) -> Self {
-        match error {
-            candle_ddp_vision::Error::Io { context, error } => Self::Io { context, error },
-            candle_ddp_vision::Error::InvalidArgument { argument, reason } => {
-                Self::InvalidArgument { argument, reason }
-            }
-            candle_ddp_vision::Error::DataFile { path, reason } => Self::DataFile { path, reason },
-            candle_ddp_vision::Error::Candle(error) => error.into(),
-            error => Self::Candle(error.into()),
-        }
-    }
-}
-
 /// Recovers an error of this crate that passed through candle's `Result`.
 impl From<candle_core::Error> for Error {
     fn from(error: candle_core::Error) -> Self {
         let error = match error {
-            candle_core::Error::Io(error) => error,
-            error => match tensor::Error::from(error) {
-                tensor::Error::Candle(error) => return Self::Candle(error),
-                error => return error.into(),
+            candle_core::Error::Io(error) => match error.downcast() {
+                Ok(error) => return error,
+                Err(error) => candle_core::Error::Io(error),
             },
+            error => error,
         };
-        let error = error.downcast::<Self>().or_else(|error| error.downcast::<tensor::Error>().map(Self::from));
-        #[cfg(feature = "vision")]
-        let error = error.or_else(|error| error.downcast::<candle_ddp_vision::Error>().map(Self::from));
-        match error {
-            Ok(error) => error,
-            Err(error) => Self::Candle(candle_core::Error::Io(error)),
+        match tensor::Error::from(error) {
+            tensor::Error::Candle(error) => Self::Candle(error),
+            error => error.into(),
         }
     }
 }

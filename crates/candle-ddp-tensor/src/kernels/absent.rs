@@ -5,10 +5,9 @@ use crate::{Error, Result};
 use candle_core::{CudaDevice, CudaStorage, DType, Device, Layout, Shape, Storage, Tensor};
 
 fn absent() -> Error {
-    Error::Unavailable {
-        what: "a kernel for CUDA".to_string(),
-        hint: "candle-ddp was built without the feature `cuda`: build with `--features cuda`, or `nccl`, which includes it".to_string(),
-    }
+    let hint =
+        "candle-ddp was built without the feature `cuda`: build with `--features cuda`, or `nccl`, which includes it";
+    candle_ddp_base::Error::unavailable("a kernel for CUDA", hint).into()
 }
 
 pub fn take(_: &Device, _: DType) -> bool {

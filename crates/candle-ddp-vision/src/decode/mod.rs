@@ -4,6 +4,7 @@ mod png;
 
 use super::image::{Image, Mask};
 use super::scratch;
+use crate::error::data_file;
 use crate::{Error, Result};
 use std::path::Path;
 
@@ -16,17 +17,17 @@ impl Image {
     /// takes the upper 8, except that grey is cut off at 255. It ignores the orientation in EXIF data.
     ///
     /// # Errors
-    /// [`Error::Io`] if the file cannot be read; [`Error::DataFile`] if it is neither JPEG nor PNG, or is damaged. Damage that
+    /// [`Io`](candle_ddp_base::Error::Io) if the file cannot be read; [`DataFile`](candle_ddp_base::Error::DataFile) if it is neither JPEG nor PNG, or is damaged. Damage that
     /// libjpeg repairs with a warning is an error here.
     pub fn open(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
-        scratch::read(path, |bytes| image(bytes).map_err(|reason| Error::data_file(path, reason)))?
+        scratch::read(path, |bytes| image(bytes).map_err(|reason| data_file(path, reason)))?
     }
 
     /// Reads a JPEG or PNG file in memory: see [`open`](Self::open).
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] if `bytes` is neither JPEG nor PNG, or is damaged.
+    /// [`InvalidArgument`](candle_ddp_base::Error::InvalidArgument) if `bytes` is neither JPEG nor PNG, or is damaged.
     pub fn decode(bytes: &[u8]) -> Result<Self> {
         image(bytes).map_err(|reason| Error::invalid("bytes", reason))
     }
@@ -36,10 +37,10 @@ impl Mask {
     /// Reads the labels of a PNG file: values of 8-bit grey, or indices into a palette.
     ///
     /// # Errors
-    /// [`Error::Io`] if the file cannot be read; [`Error::DataFile`] if it is another kind of file, or is damaged.
+    /// [`Io`](candle_ddp_base::Error::Io) if the file cannot be read; [`DataFile`](candle_ddp_base::Error::DataFile) if it is another kind of file, or is damaged.
     pub fn open(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
-        scratch::read(path, |bytes| mask(bytes).map_err(|reason| Error::data_file(path, reason)))?
+        scratch::read(path, |bytes| mask(bytes).map_err(|reason| data_file(path, reason)))?
     }
 }
 

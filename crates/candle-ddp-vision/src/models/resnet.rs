@@ -44,7 +44,7 @@ pub enum ResNetStem {
 /// ResNet-18, torchvision's `resnet18`.
 ///
 /// # Errors
-/// [`Error::InvalidArgument`], in candle's error, if `width` or `num_classes` is 0 or more than a million; the errors of `vb`
+/// [`InvalidArgument`](candle_ddp_base::Error::InvalidArgument), in candle's error, if `width` or `num_classes` is 0 or more than a million; the errors of `vb`
 /// and of `norm_layer`.
 pub fn resnet18(options: ResNetOptions, vb: VarBuilder) -> Result<ResNet> {
     ResNet::new(BlockKind::Basic, [2, 2, 2, 2], options, vb)

@@ -35,7 +35,7 @@ pub trait Transform: Send + Sync {
     /// Changes `image`, and `mask`, which has the same size. Random transforms draw their numbers from `random`.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`](crate::Error::InvalidArgument), in candle's error, if the transform is invalid, or cannot be
+    /// [`InvalidArgument`](candle_ddp_base::Error::InvalidArgument)(crate::Error::InvalidArgument), in candle's error, if the transform is invalid, or cannot be
     /// applied to an image of this size.
     fn apply(&self, image: &mut Image, mask: Option<&mut Mask>, random: &mut Generator) -> Result<()>;
 }

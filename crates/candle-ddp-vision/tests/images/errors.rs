@@ -52,7 +52,7 @@ fn a_damaged_image_is_an_error_or_is_skipped() {
 
     // A missing file is not damage.
     fs::remove_file(root.path().join("a/0.jpg")).unwrap();
-    assert!(matches!(patient.get(0, &mut generator()), Err(Error::Io { .. })));
+    assert!(matches!(patient.get(0, &mut generator()), Err(Error::Base(candle_ddp_base::Error::Io { .. }))));
     // No image is left.
     fs::write(root.path().join("a/0.jpg"), b"").unwrap();
     fs::write(root.path().join("b/2.jpg"), b"").unwrap();

@@ -73,10 +73,9 @@ impl Handle {
     fn new(stream: Arc<CudaStream>) -> Result<Self> {
         let version = get_version();
         if version < OLDEST {
-            return Err(Error::Unavailable {
-                what: format!("cuDNN {}.{}", version / 1000, version % 1000 / 100),
-                hint: "install cuDNN 9, or build without the feature `cudnn`".to_string(),
-            });
+            let what = format!("cuDNN {}.{}", version / 1000, version % 1000 / 100);
+            let hint = "install cuDNN 9, or build without the feature `cudnn`";
+            return Err(candle_ddp_base::Error::unavailable(what, hint).into());
         }
         let limit = workspace::limit(stream.context())?;
         let mut raw = std::ptr::null_mut();
