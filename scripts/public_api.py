@@ -38,6 +38,7 @@ DERIVED = re.compile(r": impl(<.*>)? (Clone|Copy|Debug|Default|Eq|Hash|Ord|Parti
 # that is higher than in an earlier commit is an error, unless RAISED says why.
 BUDGETS = {
     "candle_ddp": 480,
+    "candle_ddp_base": 140,
     "candle_ddp_data": 79,
     "candle_ddp_nn": 316,
     "candle_ddp_tensor": 34,

@@ -107,8 +107,7 @@ impl Call {
         self.shape.agrees(other.shape) && *self == Self { shape: self.shape, place: self.place, ..*other }
     }
 
-    #[doc(hidden)]
-    pub fn encode(&self, writer: &mut Writer) {
+    pub(crate) fn encode(&self, writer: &mut Writer) {
         // These enums have no fields, so `as` gives their index in the `ALL` lists.
         writer.u8(self.operation as u8);
         writer.u8(self.element.map_or(Self::NONE, |element| element as u8));
@@ -118,8 +117,7 @@ impl Call {
         writer.u64(self.count).u32(self.label.code()).u32(self.shape.code()).u32(self.place.code());
     }
 
-    #[doc(hidden)]
-    pub fn decode(reader: &mut Reader) -> Option<Self> {
+    pub(crate) fn decode(reader: &mut Reader) -> Option<Self> {
         fn pick<T: Copy>(code: u8, all: &[T]) -> Option<Option<T>> {
             if code == Call::NONE { Some(None) } else { all.get(usize::from(code)).copied().map(Some) }
         }

@@ -13,8 +13,7 @@ mod call_sites;
 mod construction;
 mod data_path;
 mod engine;
-#[doc(hidden)]
-pub mod failure;
+mod failure;
 pub mod flight_recorder;
 #[cfg(any(test, fuzzing))]
 mod fuzz;
@@ -62,15 +61,14 @@ pub use fuzz::mesh as fuzz_mesh;
 pub use label::Label;
 pub use memory::Memory;
 pub use operands::{Operands, Slice, Tensors};
-#[doc(hidden)]
-pub use operation::Extent;
 pub use operation::Operation;
 pub use options::{CpuOptions, CpuTransport};
 pub use reduce_op::ReduceOp;
 pub use shape::ShapeCode;
-#[doc(hidden)]
-pub use shape::significant;
 pub use work_queue::{Work, WorkQueue};
+
+#[doc(hidden)]
+pub use self::{operation::Extent, shape::significant};
 
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]

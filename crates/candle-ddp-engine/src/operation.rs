@@ -1,7 +1,6 @@
 //! The operations: what is true of each of them on any data path.
 
 /// The number of elements that an operand has.
-#[doc(hidden)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Extent {
     /// There is no such operand.

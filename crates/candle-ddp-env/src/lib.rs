@@ -42,7 +42,6 @@ impl std::error::Error for Invalid {}
 pub const PROCESS: Variables<'static> = Variables(&|name| std::env::var_os(name));
 
 /// The variables of this process that begin with one of `starts`, in the table or not: for a launcher that passes them on as they are.
-#[doc(hidden)]
 pub fn beginning_with(starts: &[&str]) -> Vec<(OsString, OsString)> {
     let is_wanted = |name: &OsString| starts.iter().any(|start| name.as_encoded_bytes().starts_with(start.as_bytes()));
     let mut found: Vec<_> = std::env::vars_os().filter(|(name, _)| is_wanted(name)).collect();

@@ -48,20 +48,14 @@ pub use add::add;
 pub use attention::{AttentionOptions, scaled_dot_product_attention, scaled_dot_product_attention_qkvpacked};
 pub use autocast::{Autocast, autocast, autocast_mode, autocast_off, set_autocast};
 pub use avg_pool::{AvgPool2dOptions, adaptive_avg_pool2d, avg_pool2d};
-#[doc(hidden)]
-pub use batch_norm::with_cumulative_statistics;
 pub use batch_norm::{BatchNorm, BatchNormGroup, batch_norm};
 pub use candle_ddp_tensor::MemoryFormat;
 pub use candle_ddp_tensor::function::{enable_grad, is_grad_enabled, no_grad, set_grad_enabled};
 pub use checkpoint::checkpoint;
-#[doc(hidden)]
-pub use checkpoint::{Results, Run, checkpoint_holding};
 pub use conv::{
     Conv1d, Conv2d, ConvTranspose1d, ConvTranspose2d, conv_transpose1d, conv_transpose1d_no_bias, conv_transpose2d,
     conv_transpose2d_no_bias, conv1d, conv1d_no_bias, conv2d, conv2d_no_bias,
 };
-#[doc(hidden)]
-pub use cross_entropy::take_nothing_counted;
 pub use cross_entropy::{CrossEntropyOptions, Reduction, cross_entropy, cross_entropy_with};
 pub use ctc_loss::{CtcLossOptions, ctc_loss};
 pub use dropout::{Dropout, dropout};
@@ -72,8 +66,6 @@ pub use interpolate::{InterpolateMode, interpolate};
 pub use layer_norm::{LayerNorm, RmsNorm, layer_norm, layer_norm_no_bias, rms_norm};
 pub use linear::{Linear, linear, linear_b, linear_no_bias};
 pub use linear_cross_entropy::{LinearCrossEntropyOptions, linear_cross_entropy, linear_cross_entropy_with};
-#[doc(hidden)]
-pub use lora::keeping_frozen;
 pub use lora::{LoraBias, LoraConfig};
 pub use matmul::matmul;
 pub use max_pool::{MaxPool2dOptions, max_pool2d};
@@ -82,3 +74,11 @@ pub use rnn::{GRU, LSTM, RNNOptions, StackedGRU, StackedLSTM, gru, lstm};
 pub use rope::{rope, rope_i, rope_thd};
 pub use softmax::{log_softmax, softmax, softmax_last_dim};
 pub use view::{cat, flatten, narrow, permute, reshape, transpose};
+
+#[doc(hidden)]
+pub use self::{
+    batch_norm::with_cumulative_statistics,
+    checkpoint::{Results, Run, checkpoint_holding},
+    cross_entropy::take_nothing_counted,
+    lora::keeping_frozen,
+};

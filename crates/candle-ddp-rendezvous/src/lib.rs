@@ -36,43 +36,37 @@ mod slurm;
 mod store;
 mod tcp_store;
 
-#[doc(hidden)]
-pub use cancellation::{Cancellation, Reason};
 pub use environment::{Environment, Launcher};
 pub use error::{Error, Failure, Result};
 pub use file_store::FileStore;
-#[doc(hidden)]
-pub use generation::{AGENT_VARIABLE, BEGUN, Decision, Generations, Member};
 pub use hash_store::HashStore;
-#[doc(hidden)]
-pub use hosting::{check_room, host as host_store};
 pub use init_method::{InitMethod, Location};
-#[doc(hidden)]
-pub use init_watcher::InitWatcher;
-#[doc(hidden)]
-pub use join::host as host_identity;
 pub use last_will::LastWill;
-#[doc(hidden)]
-pub use meeting::{Meeting, RunStore, meet};
 pub use meeting::{Rendezvous, rendezvous};
 pub use options::RendezvousOptions;
-#[doc(hidden)]
-pub use plan::STORE_VARIABLE;
 pub use prefix_store::PrefixStore;
-#[doc(hidden)]
-pub use progress::{RankStatus, count_step, count_wait, know_waits, milliseconds, rank_status_key};
-#[doc(hidden)]
-pub use reports::{Reports, StoreReports, decode_report, decode_reports, encode_report};
 pub use secret::Secret;
 pub use store::Store;
-#[doc(hidden)]
-pub use store::{absent_ranks, discard};
 #[cfg(any(test, fuzzing))]
 #[doc(hidden)]
 pub use tcp_store::fuzz_store_protocol;
-#[doc(hidden)]
-pub use tcp_store::{Listening, RUN_ID, loopback};
 pub use tcp_store::{TcpStore, TcpStoreOptions, TcpStoreServer, TcpStoreServerOptions};
+
+/// For candle-ddp, its engines and ddprun.
+#[doc(hidden)]
+pub use self::{
+    cancellation::{Cancellation, Reason},
+    generation::{AGENT_VARIABLE, BEGUN, Decision, Generations, Member},
+    hosting::{check_room, host as host_store},
+    init_watcher::InitWatcher,
+    join::host as host_identity,
+    meeting::{Meeting, RunStore, meet},
+    plan::STORE_VARIABLE,
+    progress::{RankStatus, count_step, count_wait, know_waits, milliseconds, rank_status_key},
+    reports::{Reports, StoreReports, decode_report, decode_reports, encode_report},
+    store::{absent_ranks, discard},
+    tcp_store::{Listening, RUN_ID, loopback},
+};
 
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]

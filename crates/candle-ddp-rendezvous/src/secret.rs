@@ -94,9 +94,11 @@ impl Secret {
             _ => Ok(Self(text.into())),
         }
     }
+}
 
+#[doc(hidden)]
+impl Secret {
     /// The text itself, for the environment of workers only.
-    #[doc(hidden)]
     pub fn reveal(&self) -> &str {
         &self.0
     }
@@ -115,20 +117,17 @@ impl Secret {
 
     /// A proof that only an end of a connection that knows the secret can compute. `role` distinguishes the two ends,
     /// and all protocols; `parts` contain the random numbers of both ends.
-    #[doc(hidden)]
     pub fn prove(&self, role: &str, parts: &[&[u8]]) -> [u8; PROOF] {
         self.mac(role, parts).finalize().into_bytes().into()
     }
 
     /// A secret that only those who know this one can derive from `parts`, and from which nobody can tell this one.
     /// `role` distinguishes it from all proofs.
-    #[doc(hidden)]
     pub fn derive(&self, role: &str, parts: &[&[u8]]) -> Self {
         Self::from_bytes(self.prove(role, parts))
     }
 
     /// Whether `proof` is the other end's. Takes the same time for every wrong proof.
-    #[doc(hidden)]
     pub fn verify(&self, role: &str, parts: &[&[u8]], proof: &[u8]) -> bool {
         self.mac(role, parts).verify_slice(proof).is_ok()
     }

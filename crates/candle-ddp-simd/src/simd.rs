@@ -26,7 +26,6 @@ macro_rules! vectorise {
 
 /// Returns `body`. Its type is what matters: a closure that is written as an argument of this function is called once as it
 /// is. Any other is called once through a function that the compiler makes, which is not `#[inline(always)]`.
-#[doc(hidden)]
 #[inline(always)]
 pub fn once<R, F: FnOnce() -> R>(body: F) -> F {
     body

@@ -4,10 +4,10 @@ use crate::kernels::{self, Address, Grid, Kernel, Launch, Output};
 use crate::memory_format::MemoryFormat;
 use candle_core::{DType, Device, Result, Shape, Storage, Tensor};
 
+#[doc(hidden)]
 impl MemoryFormat {
     /// The contiguous tensor with the same elements in this format's order: (N, H, W, C) for channels last, a view if `x` has the
     /// format. `x` has no graph, unless it has the format.
-    #[doc(hidden)]
     pub fn stored(self, x: &Tensor) -> Result<Tensor> {
         let view = self.order(x)?;
         match self.transposed(x, &view)? {
@@ -18,7 +18,6 @@ impl MemoryFormat {
     }
 
     /// A copy of what is [`stored`](Self::stored).
-    #[doc(hidden)]
     pub fn snapshot(self, x: &Tensor) -> Result<(Storage, Shape)> {
         let view = self.order(x)?;
         match self.transposed(x, &view)? {
@@ -56,8 +55,7 @@ impl MemoryFormat {
     }
 
     /// The tensor in this format: itself if it has it already.
-    #[doc(hidden)]
-    pub fn arrange(self, x: &Tensor) -> Result<Tensor> {
+    pub(crate) fn arrange(self, x: &Tensor) -> Result<Tensor> {
         match self {
             Self::ChannelsLast if Self::of(x) == self => Ok(x.clone()),
             _ => self.view(&self.stored(x)?),
@@ -65,7 +63,6 @@ impl MemoryFormat {
     }
 
     /// `x` in another dtype, and in this format. candle's result would be contiguous.
-    #[doc(hidden)]
     pub fn to_dtype(self, x: &Tensor, dtype: DType) -> Result<Tensor> {
         match self {
             Self::Contiguous => x.to_dtype(dtype),

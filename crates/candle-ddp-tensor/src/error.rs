@@ -121,7 +121,6 @@ pub(crate) fn refused_by(error: &candle_core::Error) -> Option<&'static str> {
 }
 
 /// The error for a dtype that is none of [`Element`](crate::Element)'s.
-#[doc(hidden)]
 pub fn unsupported(operation: &str, dtype: DType) -> Error {
     match dtype {
         RELEASED => gone(&format!("an argument of {operation} is one")),
@@ -130,13 +129,11 @@ pub fn unsupported(operation: &str, dtype: DType) -> Error {
 }
 
 /// Describes a tensor in messages: `f32[2, 3]`.
-#[doc(hidden)]
 pub fn describe(dtype: DType, shape: &Shape) -> String {
     format!("{}{:?}", dtype.as_str(), shape.dims())
 }
 
 /// Describes a tensor in messages in which its device matters: `f32[2, 3] on Cpu`.
-#[doc(hidden)]
 pub fn describe_placed(tensor: &Tensor) -> String {
     format!("{} on {:?}", describe(tensor.dtype(), tensor.shape()), tensor.device().location())
 }

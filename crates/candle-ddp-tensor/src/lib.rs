@@ -33,8 +33,8 @@ pub use error::{Error, Result};
 pub use memory_format::MemoryFormat;
 
 #[doc(hidden)]
-pub use candle_ddp_simd::{pulp, vectorise};
-#[doc(hidden)]
-pub use element::{DTYPES, accumulator};
-#[doc(hidden)]
-pub use read::{Readable, read_tensor};
+pub use {
+    candle_ddp_simd::{pulp, vectorise},
+    element::{DTYPES, accumulator},
+    read::{Readable, read_tensor},
+};

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 /// A call that was not complete at its deadline.
 #[derive(Clone, Copy, Debug)]
-pub struct ExpiredCall<'a> {
+pub(crate) struct ExpiredCall<'a> {
     /// The rank that made the call.
     pub rank: usize,
     /// The time-out of the call.
@@ -22,7 +22,7 @@ pub struct ExpiredCall<'a> {
 
 /// The facts about a rank when a call has expired.
 #[derive(Clone, Debug)]
-pub enum RankState {
+pub(crate) enum RankState {
     /// The rank answered.
     Running(ProgressReport),
     /// The rank left in good order, after as many calls as this rank made.
@@ -40,7 +40,7 @@ pub enum RankState {
 ///
 /// Ranks that once made different calls may have continued since, because with little data one call may be taken for
 /// another. So the first difference that both ranks remember counts, not their current calls.
-pub fn diagnose(expired: &ExpiredCall, ranks: &[RankState]) -> Failure {
+pub(crate) fn diagnose(expired: &ExpiredCall, ranks: &[RankState]) -> Failure {
     if let Some(failure) = first_difference(expired, ranks) {
         return failure;
     }
@@ -172,13 +172,13 @@ fn reason(expired: &ExpiredCall, peer: usize, state: &RankState) -> Option<Strin
 
 impl ExpiredCall<'_> {
     /// The failure of this call, with a reason.
-    pub fn timed_out(&self, waiting_for: Vec<usize>, reason: String) -> Failure {
+    pub(crate) fn timed_out(&self, waiting_for: Vec<usize>, reason: String) -> Failure {
         let Self { rank, timeout, sequence, call, .. } = *self;
         Failure::TimedOut { rank, call: call.to_string(), sequence, timeout, waiting_for, reason }
     }
 
     /// The failure of this call if its own program keeps its tensor locked.
-    pub fn locked(&self) -> Failure {
+    pub(crate) fn locked(&self) -> Failure {
         self.timed_out(Vec::new(), locked("this rank"))
     }
 }
@@ -193,7 +193,7 @@ fn locked(rank: &str) -> String {
 
 /// The failure of two ranks that made different calls. The higher rank is named first, so that all ranks give the same
 /// text.
-pub fn desync(sequence: u64, ours: (usize, Call), theirs: (usize, Call)) -> Failure {
+pub(crate) fn desync(sequence: u64, ours: (usize, Call), theirs: (usize, Call)) -> Failure {
     let (a, b) = if ours.0 > theirs.0 { (ours, theirs) } else { (theirs, ours) };
     let (call_a, call_b) = a.1.describe_both(&b.1);
     let place = |(rank, call): (usize, Call)| Some((rank, call.place.text()?));
@@ -203,14 +203,14 @@ pub fn desync(sequence: u64, ours: (usize, Call), theirs: (usize, Call)) -> Fail
 
 /// The failure if `peer` left after as many calls as this rank made, without the data that `call` needs: it made a
 /// different call.
-pub fn left_since(peer: usize, rank: usize, sequence: u64, call: Call) -> Failure {
+pub(crate) fn left_since(peer: usize, rank: usize, sequence: u64, call: Call) -> Failure {
     let call_a = "something else (it has left since)".to_string();
     let places = call.place.text().map(|place| (rank, place)).into_iter().collect();
     Failure::Desync { sequence, rank_a: peer, call_a, rank_b: rank, call_b: call.to_string(), places }
 }
 
 /// The failure of call number `sequence` on `channel` if `peer` left after `counts` calls, without taking part in it.
-pub fn left_before(
+pub(crate) fn left_before(
     peer: usize,
     counts: CallCounts,
     channel: Channel,

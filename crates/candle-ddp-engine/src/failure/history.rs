@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 /// The calls of one channel: those that were started (and may still be queued), and the one that is running.
 #[derive(Debug, Default)]
-pub struct CallHistory {
+pub(crate) struct CallHistory {
     /// The most recently started calls, the newest last.
     calls: VecDeque<Entry>,
     /// The sequence number of the newest call.
@@ -44,7 +44,7 @@ impl CallHistory {
     const KEPT: usize = 1024;
 
     /// Returns a history that remembers `recorded` calls, with their times, for the flight recorder.
-    pub fn new(recorded: usize) -> Self {
+    pub(crate) fn new(recorded: usize) -> Self {
         Self { recorded, ..Self::default() }
     }
 
@@ -54,7 +54,7 @@ impl CallHistory {
     }
 
     /// Records a call; the time, here and below, if the engine has read the clock. Sequence numbers have no gaps.
-    pub fn start(&mut self, sequence: u64, call: Call, at: Option<Instant>) {
+    pub(crate) fn start(&mut self, sequence: u64, call: Call, at: Option<Instant>) {
         if self.calls.len() >= Self::KEPT.max(self.recorded) {
             self.calls.pop_front();
         }
@@ -72,7 +72,7 @@ impl CallHistory {
     }
 
     /// Records that a call is now running.
-    pub fn begin(&mut self, sequence: u64, at: Option<Instant>) {
+    pub(crate) fn begin(&mut self, sequence: u64, at: Option<Instant>) {
         let started = self.time(at);
         self.begun = sequence;
         self.running = true;
@@ -83,7 +83,7 @@ impl CallHistory {
     }
 
     /// Records that the call that [began](Self::begin) is complete, and whether it succeeded.
-    pub fn finish(&mut self, well: bool, at: Option<Instant>) {
+    pub(crate) fn finish(&mut self, well: bool, at: Option<Instant>) {
         self.running = false;
         self.complete(self.begun, well, at);
     }
@@ -96,7 +96,7 @@ impl CallHistory {
     }
 
     /// Records that a call is complete; several calls may run at once.
-    pub fn complete(&mut self, sequence: u64, well: bool, at: Option<Instant>) {
+    pub(crate) fn complete(&mut self, sequence: u64, well: bool, at: Option<Instant>) {
         let completed = self.time(at);
         if let Some(entry) = self.entry_mut(sequence) {
             (entry.state, entry.completed) = (if well { CallState::Completed } else { CallState::Failed }, completed);
@@ -104,12 +104,12 @@ impl CallHistory {
     }
 
     /// The sequence number of the last call that was started; 0 before the first.
-    pub fn started(&self) -> u64 {
+    pub(crate) fn started(&self) -> u64 {
         self.started
     }
 
     /// The sequence number of the last call that was begun; 0 before the first.
-    pub fn begun(&self) -> u64 {
+    pub(crate) fn begun(&self) -> u64 {
         self.begun
     }
 
@@ -119,7 +119,7 @@ impl CallHistory {
     }
 
     /// The sequence number of the running call.
-    pub fn running(&self) -> Option<u64> {
+    pub(crate) fn running(&self) -> Option<u64> {
         self.running.then_some(self.begun)
     }
 
@@ -134,17 +134,17 @@ impl CallHistory {
     }
 
     /// The call at `sequence`; `None` if that is in the future or no longer remembered.
-    pub fn call_at(&self, sequence: u64) -> Option<Call> {
+    pub(crate) fn call_at(&self, sequence: u64) -> Option<Call> {
         self.calls.get(self.index(sequence)?).map(|entry| entry.call)
     }
 
     /// Whether one of the remembered calls came from `place`.
-    pub fn has_called_from(&self, place: CallSite) -> bool {
+    pub(crate) fn has_called_from(&self, place: CallSite) -> bool {
         self.calls.iter().any(|entry| entry.call.place == place)
     }
 
     /// The report for other ranks.
-    pub fn report(&self, waits_for_lock: bool) -> ProgressReport {
+    pub(crate) fn report(&self, waits_for_lock: bool) -> ProgressReport {
         let calls = self.calls.iter().skip(self.calls.len().saturating_sub(Self::KEPT));
         let calls = calls.map(|entry| entry.call).collect();
         let activity = self.caller.text();
@@ -153,7 +153,7 @@ impl CallHistory {
 
     /// Returns the calls that the flight recorder writes. The call that connects a group has the number 0, and is left
     /// out.
-    pub fn records(&self, channel: Channel) -> impl Iterator<Item = CallRecord> {
+    pub(crate) fn records(&self, channel: Channel) -> impl Iterator<Item = CallRecord> {
         let (kind, peer) = match channel {
             Channel::Collectives => (ChannelKind::Collectives, None),
             Channel::SendTo(peer) => (ChannelKind::Send, Some(peer)),

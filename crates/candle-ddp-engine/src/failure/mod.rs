@@ -7,6 +7,6 @@ mod diagnose;
 mod history;
 mod report;
 
-pub use diagnose::{ExpiredCall, RankState, desync, diagnose, left_before, left_since};
-pub use history::CallHistory;
-pub use report::{CallCounts, ProgressReport};
+pub(crate) use diagnose::{ExpiredCall, RankState, desync, diagnose, left_before, left_since};
+pub(crate) use history::CallHistory;
+pub(crate) use report::{CallCounts, ProgressReport};

@@ -6,7 +6,7 @@ use std::collections::BTreeSet;
 
 /// The progress of one rank's collectives.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct ProgressReport {
+pub(crate) struct ProgressReport {
     /// The last collective that was started; it may still be queued. 0 before the first.
     pub started: u64,
     /// The last collective that began to run. 0 before the first.
@@ -21,12 +21,12 @@ pub struct ProgressReport {
 
 impl ProgressReport {
     /// The call at `sequence`, if it is remembered.
-    pub fn call_at(&self, sequence: u64) -> Option<Call> {
+    pub(crate) fn call_at(&self, sequence: u64) -> Option<Call> {
         let age = usize::try_from(self.started.checked_sub(sequence)?).ok()?;
         self.calls.get(self.calls.len().checked_sub(1)?.checked_sub(age)?).copied()
     }
 
-    pub fn encode(&self, writer: &mut Writer) {
+    pub(crate) fn encode(&self, writer: &mut Writer) {
         writer.u64(self.started).u64(self.begun).u8(u8::from(self.waits_for_lock));
         writer.text(self.activity.as_deref().unwrap_or_default()).u32(self.calls.len() as u32);
         self.calls.iter().for_each(|call| call.encode(writer));
@@ -40,7 +40,7 @@ impl ProgressReport {
     }
 
     /// Decodes a report, and learns the texts that come with it.
-    pub fn decode(reader: &mut Reader) -> Option<Self> {
+    pub(crate) fn decode(reader: &mut Reader) -> Option<Self> {
         let (started, begun, waits_for_lock) = (reader.u64()?, reader.u64()?, reader.u8()? != 0);
         let activity = Some(reader.text()?).filter(|text| !text.is_empty());
         let count = reader.u32()?;
@@ -56,7 +56,7 @@ impl ProgressReport {
 /// The number of calls of a rank that concern one peer. Calls are numbered from 1, so these are also the sequence
 /// numbers of the last ones.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct CallCounts {
+pub(crate) struct CallCounts {
     pub collectives: u64,
     /// Messages to that peer.
     pub sent: u64,
@@ -66,7 +66,7 @@ pub struct CallCounts {
 
 impl CallCounts {
     /// The number of calls that pair up with the peer's own calls on `channel`.
-    pub fn matching(self, channel: Channel) -> u64 {
+    pub(crate) fn matching(self, channel: Channel) -> u64 {
         match channel {
             Channel::Collectives => self.collectives,
             Channel::SendTo(_) => self.received,
@@ -74,11 +74,11 @@ impl CallCounts {
         }
     }
 
-    pub fn encode(self, writer: &mut Writer) {
+    pub(crate) fn encode(self, writer: &mut Writer) {
         writer.u64(self.collectives).u64(self.sent).u64(self.received);
     }
 
-    pub fn decode(reader: &mut Reader) -> Option<Self> {
+    pub(crate) fn decode(reader: &mut Reader) -> Option<Self> {
         Some(Self { collectives: reader.u64()?, sent: reader.u64()?, received: reader.u64()? })
     }
 }

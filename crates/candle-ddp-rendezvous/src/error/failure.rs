@@ -105,9 +105,9 @@ pub enum Failure {
     },
 }
 
+#[doc(hidden)]
 impl Failure {
     /// The same failure with the ranks' numbers in another group; `None` if that group does not have all these ranks.
-    #[doc(hidden)]
     pub fn renumbered(&self, number: impl Fn(usize) -> Option<usize>) -> Option<Self> {
         let mut failure = self.clone();
         let renumber = |rank: &mut usize| number(*rank).map(|number| *rank = number);
@@ -128,7 +128,6 @@ impl Failure {
     }
 
     /// The same failure, whose message names the group, `[2, 3]`, in which the ranks have their numbers.
-    #[doc(hidden)]
     #[must_use]
     pub fn within(mut self, ranks: &[usize]) -> Self {
         let place = format!(" in the group of ranks {}", candle_ddp_base::text::ranks(ranks));
@@ -147,13 +146,11 @@ impl Failure {
     }
 
     /// Whether ranks wait for each other in different groups.
-    #[doc(hidden)]
     pub fn spans_groups(&self) -> bool {
         matches!(self, Self::Desync { sequence: 0, .. })
     }
 
     /// The variant's name.
-    #[doc(hidden)]
     pub fn name(&self) -> &'static str {
         match self {
             Self::PeerGone { .. } => "PeerGone",
@@ -161,6 +158,16 @@ impl Failure {
             Self::PeerFailed { .. } => "PeerFailed",
             Self::Desync { .. } => "Desync",
             Self::TimedOut { .. } => "TimedOut",
+        }
+    }
+
+    /// The rank of the group that caused it, if known.
+    pub fn culprit(&self) -> Option<usize> {
+        match self {
+            Self::PeerGone { peer, .. } | Self::PeerLeft { peer, .. } | Self::PeerFailed { peer, .. } => Some(*peer),
+            Self::TimedOut { waiting_for, .. } => waiting_for.first().copied(),
+            // Either of the two may be right.
+            Self::Desync { .. } => None,
         }
     }
 }

@@ -5,9 +5,7 @@ mod text;
 
 pub use failure::Failure;
 pub use rank_error::{FILE_VARIABLE, OF_PROGRAM, RankError};
-pub use text::GRADIENTS;
-#[doc(hidden)]
-pub use text::others;
+pub use text::{GRADIENTS, others};
 
 use candle_ddp_base::text::Printable;
 use candle_ddp_env::Invalid;
@@ -22,7 +20,8 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 #[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// An error that every crate has: of the operating system, or an invalid argument.
+    /// An error that every crate has: of the operating system, or an invalid argument. In `candle_ddp::Error`, it becomes the variant of
+    /// the same name.
     #[error(transparent)]
     Base(#[from] candle_ddp_base::Error),
 
@@ -135,17 +134,6 @@ impl From<Invalid> for Error {
 }
 
 impl Error {
-    /// An `Io` with its context.
-    #[doc(hidden)]
-    pub fn io(context: impl Into<String>, error: impl Into<std::io::Error>) -> Self {
-        candle_ddp_base::Error::io(context, error).into()
-    }
-
-    #[doc(hidden)]
-    pub fn invalid(argument: &'static str, reason: impl Into<String>) -> Self {
-        candle_ddp_base::Error::invalid(argument, reason).into()
-    }
-
     /// The failure of a group in this error, if there is one.
     pub fn failure(&self) -> Option<&Failure> {
         match self {
@@ -153,9 +141,20 @@ impl Error {
             _ => None,
         }
     }
+}
+
+#[doc(hidden)]
+impl Error {
+    /// An `Io` with its context.
+    pub fn io(context: impl Into<String>, error: impl Into<std::io::Error>) -> Self {
+        candle_ddp_base::Error::io(context, error).into()
+    }
+
+    pub fn invalid(argument: &'static str, reason: impl Into<String>) -> Self {
+        candle_ddp_base::Error::invalid(argument, reason).into()
+    }
 
     /// The rank that caused this error, as numbered in the group.
-    #[doc(hidden)]
     pub fn culprit(&self) -> Option<usize> {
         match self {
             Self::Group(failure) => failure.culprit(),
@@ -165,7 +164,6 @@ impl Error {
     }
 
     /// The variant's name; for an error that every crate has and for the failure of a group, the name of that.
-    #[doc(hidden)]
     pub fn name(&self) -> &'static str {
         match self {
             Self::Base(error) => error.name(),

@@ -1,7 +1,6 @@
 //! How a failing rank reports its error to its launcher: in the file that torchrun names in `TORCHELASTIC_ERROR_FILE`.
 //!
 //! torchrun shows the message. `ddprun` also reads which rank caused the failure, so it need not parse text.
-use super::Failure;
 use candle_ddp_base::wire::beginning;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
@@ -26,7 +25,7 @@ pub struct RankError {
     pub rank: usize,
     /// The rank that made this one fail; `None` if this rank failed by itself, or if the culprit is unknown.
     pub culprit: Option<usize>,
-    /// The variant of the error or of the [`Failure`], or [`OF_PROGRAM`].
+    /// The variant of the error or of the [`Failure`](super::Failure), or [`OF_PROGRAM`].
     pub variant: String,
     /// Its text.
     pub message: String,
@@ -56,19 +55,6 @@ impl RankError {
     /// Reads what [`to_json`](Self::to_json) wrote.
     pub fn of_json(json: &Value) -> Option<Self> {
         Self::deserialize(json.get("message")?.get("extraInfo")?.get(KEY)?).ok()
-    }
-}
-
-impl Failure {
-    /// The rank of the group that caused it, if known.
-    #[doc(hidden)]
-    pub fn culprit(&self) -> Option<usize> {
-        match self {
-            Self::PeerGone { peer, .. } | Self::PeerLeft { peer, .. } | Self::PeerFailed { peer, .. } => Some(*peer),
-            Self::TimedOut { waiting_for, .. } => waiting_for.first().copied(),
-            // Either of the two may be right.
-            Self::Desync { .. } => None,
-        }
     }
 }
 

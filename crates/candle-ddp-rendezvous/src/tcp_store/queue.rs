@@ -5,9 +5,9 @@ use super::protocol::{Request, user_key};
 use crate::Result;
 use crate::Store;
 
+#[doc(hidden)]
 impl TcpStore {
     /// Appends `value` to the queue `key`: PyTorch's `queue_push`. A queue that is not empty counts as a key that is set.
-    #[doc(hidden)]
     pub fn queue_push(&self, key: &str, value: &[u8]) -> Result<()> {
         let operation = || format!("queue_push({key:?})");
         let request =
@@ -16,7 +16,6 @@ impl TcpStore {
     }
 
     /// Takes the first value of the queue `key`, if there is one: PyTorch's `queue_pop` that does not block.
-    #[doc(hidden)]
     pub fn queue_pop(&self, key: &str) -> Result<Option<Vec<u8>>> {
         let request = Request::QueuePop(self.key("queue_pop", key)?);
         self.ask(&|| format!("queue_pop({key:?})"), &request, |link, deadline| match link.receive_i64(deadline)? {
@@ -26,7 +25,6 @@ impl TcpStore {
     }
 
     /// Removes all keys, PyTorch clients' included, except those that begin with one of `kept`.
-    #[doc(hidden)]
     pub fn delete_all_except(&self, kept: &[&str]) -> Result<()> {
         let keys = self.ask(&|| "list_keys".to_string(), &Request::ListKeys, |link, deadline| {
             let count = link.receive_i64(deadline)?;

@@ -1,9 +1,9 @@
 //! Who caused an error, as programs, groups and the launcher ask.
 use super::{Error, Failure, RankError};
 
+#[doc(hidden)]
 impl Error {
     /// The failure of a group in this error, if there is one.
-    #[doc(hidden)]
     pub fn failure(&self) -> Option<&Failure> {
         match self {
             Self::Group(failure) => Some(failure),
@@ -12,7 +12,6 @@ impl Error {
     }
 
     /// Whether this error of rank `own` only says that another rank failed.
-    #[doc(hidden)]
     pub fn is_echo(&self, own: usize) -> bool {
         match self {
             Self::Group(Failure::PeerGone { .. } | Failure::PeerLeft { .. }) => true,
@@ -42,7 +41,6 @@ impl Error {
 
     /// This error as reported to the launcher of `rank`. `number` returns the launcher's number of a rank that the
     /// error names.
-    #[doc(hidden)]
     pub fn of_rank(&self, rank: usize, number: impl Fn(usize) -> Option<usize>) -> RankError {
         RankError {
             rank,

@@ -428,21 +428,19 @@ pub enum Error {
     },
 }
 
+#[doc(hidden)]
 impl Error {
     /// An `Io` with its context.
-    #[doc(hidden)]
     pub fn io(context: impl Into<String>, error: impl Into<std::io::Error>) -> Self {
         Self::Io { context: context.into(), error: error.into() }
     }
 
     /// An `InvalidArgument`.
-    #[doc(hidden)]
     pub fn invalid(argument: &'static str, reason: impl Into<String>) -> Self {
         Self::InvalidArgument { argument, reason: reason.into() }
     }
 
     /// A `Parameter`.
-    #[doc(hidden)]
     pub fn parameter(parameter: impl Into<String>, reason: impl Into<String>) -> Self {
         Self::Parameter { parameter: parameter.into(), reason: reason.into() }
     }

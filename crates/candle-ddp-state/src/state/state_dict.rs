@@ -11,7 +11,6 @@ use std::path::Path;
 pub type Dict = HashMap<String, Tensor>;
 
 /// A state that was read.
-#[doc(hidden)]
 #[derive(Debug)]
 pub enum Saved {
     Whole(Dict),
@@ -20,7 +19,6 @@ pub enum Saved {
 }
 
 /// Puts a state in place that has been checked.
-#[doc(hidden)]
 pub type PutInPlace<'a> = Box<dyn FnOnce() -> Result<()> + 'a>;
 
 /// Something whose state can be saved and loaded: the variables of a model (`VarMap`), an optimizer, a learning-rate

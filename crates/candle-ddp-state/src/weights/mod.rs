@@ -7,18 +7,17 @@ mod model;
 mod pretrained;
 mod source;
 
-#[doc(hidden)]
-pub use error::unreadable;
-#[doc(hidden)]
-pub use hashes::Hashes;
-#[doc(hidden)]
-pub use load::Prepared;
 pub use load::{LoadOptions, LoadReport, Rename, load, load_tensors, load_with};
 pub use pretrained::Pretrained;
+
 #[doc(hidden)]
-pub use pretrained::{INDEX, SINGLE};
-#[doc(hidden)]
-pub use source::Source;
+pub use self::{
+    error::unreadable,
+    hashes::Hashes,
+    load::Prepared,
+    pretrained::{INDEX, SINGLE},
+    source::Source,
+};
 
 #[cfg(doc)]
 use crate::Error;

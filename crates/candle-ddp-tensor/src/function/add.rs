@@ -40,7 +40,6 @@ fn after_ones<'b>(a: &[usize], b: &'b [usize]) -> Option<&'b [usize]> {
 }
 
 /// The sum of two tensors of one shape, which has been computed already.
-#[doc(hidden)]
 pub fn added(a: &Tensor, b: &Tensor, sum: (Storage, Shape)) -> Result<Tensor> {
     apply(&[a, b], sum, Add { repeated: None })
 }

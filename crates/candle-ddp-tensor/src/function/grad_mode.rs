@@ -60,13 +60,11 @@ impl Drop for Restore {
 }
 
 /// Whether a function of this tensor records a graph.
-#[doc(hidden)]
 pub fn is_tracked(tensor: &Tensor) -> bool {
     is_grad_enabled() && tensor.track_op()
 }
 
 /// The tensor as an argument of candle's own operations: without its graph under [`no_grad`].
-#[doc(hidden)]
 pub fn argument(tensor: &Tensor) -> Tensor {
     if is_grad_enabled() { tensor.clone() } else { tensor.detach() }
 }

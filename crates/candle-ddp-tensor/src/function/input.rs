@@ -6,7 +6,6 @@ use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CudaStorage, CustomOp1, Layout, Result, Shape, Tensor, TensorId};
 
 /// The reason why no loss may depend on a gradient.
-#[doc(hidden)]
 pub const NO_SECOND_ORDER: &str = "it depends on a gradient of an earlier backward pass. candle gives gradients no graph, or only \
     the graph of one operation, so this part of the loss would train nothing, or wrongly. For a gradient penalty take a finite \
     difference (\"Gradient penalties\" in candle-ddp's guide to migration); if the gradient is meant as a constant, call `detach()` on it";
@@ -16,14 +15,12 @@ static KEYS: Keys = Keys::new();
 
 /// `x`, or a copy if it is a variable: no backward pass goes through the variable's gradient, and a graph that contains the gradient is
 /// known by [`is_input_gradient`].
-#[doc(hidden)]
 pub fn input(x: &Tensor) -> Result<Tensor> {
     let is_seen = x.is_variable() && x.dtype().is_float() && is_grad_enabled() && !x.device().is_metal();
     if is_seen { x.apply_op1(Input) } else { Ok(x.clone()) }
 }
 
 /// Whether `id` identifies a variable on which the gradients of inputs depend.
-#[doc(hidden)]
 pub fn is_input_gradient(id: TensorId) -> bool {
     KEYS.all().iter().any(|key| key.id() == id)
 }

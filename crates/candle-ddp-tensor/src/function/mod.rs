@@ -29,26 +29,20 @@ mod rerun;
 mod token;
 
 pub use add::add;
-#[doc(hidden)]
-pub use add::added;
-#[doc(hidden)]
-pub use adopt::adopt;
-#[doc(hidden)]
-pub use grad_mode::{argument, is_tracked};
 pub use grad_mode::{enable_grad, is_grad_enabled, no_grad, set_grad_enabled};
-#[doc(hidden)]
-pub use input::{NO_SECOND_ORDER, input, is_input_gradient};
-#[doc(hidden)]
-pub use keyed::{Keys, keyed};
-#[doc(hidden)]
-pub use leaf::{Leaves, leaf};
 pub use operation::{apply, op1, op2, op3};
-#[doc(hidden)]
-pub use operation::{apply_in, op1_in};
-#[doc(hidden)]
-pub use pass::Pass;
-#[doc(hidden)]
-pub use rerun::rerun;
-#[doc(hidden)]
-pub use token::Earlier;
 pub use token::Function;
+
+#[doc(hidden)]
+pub use self::{
+    add::added,
+    adopt::adopt,
+    grad_mode::{argument, is_tracked},
+    input::{NO_SECOND_ORDER, input, is_input_gradient},
+    keyed::{Keys, keyed},
+    leaf::{Leaves, leaf},
+    operation::{apply_in, op1_in},
+    pass::Pass,
+    rerun::rerun,
+    token::Earlier,
+};

@@ -39,7 +39,6 @@ pub trait Function: Send + Sync + 'static {
 }
 
 /// The contributions of other functions to the gradients of a function's arguments in this backward pass.
-#[doc(hidden)]
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Earlier<'a>(&'a [Edge]);
 

@@ -5,8 +5,10 @@ mod philox;
 mod replay;
 
 pub use default::default_generator;
-#[doc(hidden)]
-pub use generator::Draw;
 pub use generator::Generator;
+
 #[doc(hidden)]
-pub use replay::{Drawn, Replay, draw, forget_draws, is_replaying, take_drawn};
+pub use self::{
+    generator::Draw,
+    replay::{Drawn, Replay, draw, forget_draws, is_replaying, take_drawn},
+};
