@@ -36,6 +36,7 @@ mod slow_rank;
 mod small_data;
 mod status;
 mod stop;
+mod verdict;
 mod virtual_models;
 mod virtual_ranks;
 #[path = "../common/virtual_ranks.rs"]

@@ -68,7 +68,10 @@ fn the_status_shows_progress_and_the_last_failure() {
     wait_for("steps after a death", || waits(8));
     let after = status(&port, "1");
     assert!(after.starts_with("run watched: running, generation 1, 1 of 2 restarts used\n"), "{after}");
-    assert!(after.contains("\nlast failure, 2") && after.contains(" UTC: rank 1 was killed by SIGKILL\n"), "{after}");
+    assert!(
+        after.contains("\nlast failure, 2") && after.contains(" UTC: rank 1 failed: it was killed by SIGKILL\n"),
+        "{after}"
+    );
     let [survivor, replaced] = [0, 1].map(|rank| columns(&after, rank));
     assert!(survivor[2] == first[2] && replaced[2] != second[2], "{before}{after}");
     assert!(step(&survivor) > step(&first) && step(&survivor) > step(&replaced), "{before}{after}");
