@@ -1,5 +1,5 @@
 //! The command line as typed. [`Config`](super::Config) holds its meaning.
-use super::mode::{FormerFlags, Mode};
+use super::mode::Mode;
 use super::options::{BUILD, Options, RANKS};
 use super::ranks::Ranks;
 use clap::builder::BoolishValueParser;
@@ -44,7 +44,6 @@ failed; 126 if the program is not executable, 127 if it was not found; 1 for eve
     version,
     about = "Starts and supervises the ranks of a distributed program, on one machine or several",
     long_about = None,
-    override_usage = "ddprun [OPTIONS] PROGRAM [ARGS]...\n       ddprun [OPTIONS] --example NAME [-- ARGS]...\n       ddprun [OPTIONS] --bin NAME [-- ARGS]...\n       ddprun [OPTIONS] --bench NAME [-- ARGS]...\n       ddprun COMMAND [ARGS]...",
     after_help = AFTER_HELP,
     next_line_help = true,
     args_conflicts_with_subcommands = true,
@@ -103,9 +102,6 @@ pub(crate) struct Cli {
     #[arg(long, alias = "no_python", env = "PET_NO_PYTHON", value_parser = BoolishValueParser::new(), help_heading = RANKS)]
     pub(crate) no_python: bool,
 
-    #[command(flatten)]
-    pub(crate) former: FormerFlags,
-
     #[command(subcommand)]
     pub(crate) mode: Option<Mode>,
 
@@ -128,4 +124,27 @@ pub(crate) struct Cli {
     /// The program and its arguments; with --example, --bin or --bench, only the arguments.
     #[arg(value_name = "PROGRAM [ARGS]", trailing_var_arg = true)]
     pub(crate) command: Vec<OsString>,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::CommandFactory;
+
+    #[test]
+    fn the_help_has_all_commands() {
+        let mut command = Cli::command();
+        let help = command.render_long_help().to_string();
+        assert!(help.contains("Usage: ddprun [OPTIONS] [PROGRAM [ARGS]]...\n       ddprun <COMMAND>\n"), "{help}");
+        let (_, section) = help.split_once("\nCommands:\n").unwrap();
+        let (section, _) = section.split_once("\n\nArguments:").unwrap();
+        let is_name = |line: &&str| line.starts_with("  ") && !line.starts_with("   ");
+        let listed: Vec<&str> = section.lines().filter(is_name).map(str::trim).collect();
+        let commands = command.get_subcommands().filter(|command| !command.is_hide_set());
+        let known: Vec<&str> = commands.map(clap::Command::get_name).collect();
+        assert_eq!(listed, known, "{section}");
+        assert_eq!(known, ["status", "check", "host-store", "explain", "report", "merge-traces"]);
+        // Each says what it does.
+        assert!(command.get_subcommands().all(|command| command.get_about().is_some()));
+    }
 }

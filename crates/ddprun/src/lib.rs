@@ -1,4 +1,4 @@
-//! The launcher `ddprun`: starts the ranks of a program on this machine, with torchrun's options and environment.
+//! The launcher `ddprun`: starts the ranks of a program on one machine or several, with torchrun's options and environment.
 //!
 //! - If the launcher dies, for whatever reason, the kernel kills the workers. The launcher ends all other processes
 //!   that they started, even detached ones. If the launcher is killed by SIGKILL, these survive; use `exec` in wrapper
@@ -122,7 +122,7 @@ fn parse() -> Result<Cli, ExitCode> {
 fn run(mut cli: Cli) -> ExitCode {
     console::show_warnings();
     signal::survive_file_limits();
-    let result = match cli.mode.take().or_else(|| cli.former.mode(cli.options.no_secret)) {
+    let result = match cli.mode.take() {
         Some(Mode::MergeTraces { folder }) => merge_traces(&folder),
         Some(Mode::Explain { folder, torchfrtrace }) => explain(&folder, torchfrtrace.as_deref()),
         Some(Mode::Report { folder, output }) => show_run(&folder, output.as_deref()),

@@ -1,6 +1,5 @@
 //! The subcommands of `ddprun`.
 use super::check::{Check, Manner, WORKER};
-use super::console::message;
 use super::ranks::Ranks;
 use std::net::IpAddr;
 use std::path::PathBuf;
@@ -102,30 +101,4 @@ pub(crate) struct HostStore {
     /// Address for --metrics-port.
     #[arg(long, alias = "metrics_addr", value_name = "ADDRESS")]
     pub(super) metrics_addr: Option<IpAddr>,
-}
-
-/// The flags that have become modes. They will be removed after one version.
-#[derive(Debug, Clone, clap::Args)]
-#[group(multiple = false, conflicts_with_all = ["command", "example", "bin", "bench"])]
-pub(crate) struct FormerFlags {
-    #[arg(long, value_name = "HOST:PORT", hide = true)]
-    status: Option<String>,
-    #[arg(long, value_name = "DIR", hide = true)]
-    explain: Option<PathBuf>,
-    #[arg(long, alias = "merge_traces", value_name = "DIR", hide = true)]
-    merge_traces: Option<PathBuf>,
-}
-
-impl FormerFlags {
-    /// The mode that one of them asks for, after a note.
-    pub(crate) fn mode(&mut self, no_secret: bool) -> Option<Mode> {
-        let status = self.status.take().map(|address| ("status", Mode::Status { address, no_secret, json: false }));
-        let explain = self.explain.take().map(|folder| ("explain", Mode::Explain { folder, torchfrtrace: None }));
-        let merge_traces = self.merge_traces.take().map(|folder| ("merge-traces", Mode::MergeTraces { folder }));
-        let (name, mode) = status.or(explain).or(merge_traces)?;
-        message(format_args!(
-            "--{name} is deprecated, and will be removed in the next version: write `ddprun {name}` instead"
-        ));
-        Some(mode)
-    }
 }

@@ -1,5 +1,5 @@
 //! Subcommands, and programs of the same names.
-use crate::{Ran, Sandbox, free_port};
+use crate::{Ran, Sandbox};
 use rustix::fs::{FileType, Mode, mknodat};
 use std::os::unix::fs::{PermissionsExt, symlink};
 
@@ -39,22 +39,6 @@ fn options_in_the_environment_do_not_matter() {
     let ran = Ran::new(sandbox.ddprun(&["explain", "records"]).env("PET_NPROC_PER_NODE", "2").env("PET_ROLE", "a"));
     assert_eq!(ran.code, Some(1), "{ran:?}");
     ran.says("records");
-}
-
-#[test]
-fn the_former_flags_say_what_to_write() {
-    let sandbox = Sandbox::new();
-    let store = format!("127.0.0.1:{}", free_port());
-    for (args, name, says) in [
-        (&["--no-secret", "--status", &store][..], "status", "Connection refused"),
-        (&["--explain=records"], "explain", "records"),
-        (&["--merge_traces", "traces"], "merge-traces", "traces"),
-    ] {
-        let ran = Ran::new(&mut sandbox.ddprun(args));
-        assert_eq!(ran.code, Some(1), "{ran:?}");
-        ran.says(&format!("write `ddprun {name}`"));
-        ran.says(says);
-    }
 }
 
 #[test]
