@@ -143,14 +143,27 @@ impl<M> DistributedDataParallel<M> {
     /// `requires_grad_(False)`. What counts is whether the guard lives when the backward pass runs, not when the graph
     /// was made.
     ///
-    /// ```no_run
-    /// # fn step<G: candle_core::Module, D: candle_core::Module>(g: &candle_ddp::DistributedDataParallel<G>, d: &candle_ddp::DistributedDataParallel<D>, noise: &candle_core::Tensor) -> candle_ddp::Result<()> {
-    /// # let bce = |x: &candle_core::Tensor, _: f64| x.mean_all();
-    /// let fake = g.forward(noise)?;
-    /// let grads = {
-    ///     let _frozen = d.freeze();
-    ///     g.backward(&bce(&d.forward(&fake)?, 1.0)?)?
-    /// };
+    /// ```
+    /// use candle_ddp::nn::linear;
+    /// use candle_ddp::prelude::*;
+    ///
+    /// # fn main() -> Result<()> {
+    /// candle_ddp::spawn(2, |pg| {
+    ///     let model = |inputs, outputs| {
+    ///         let build = move |vb: VarBuilder<'static>| linear(inputs, outputs, vb);
+    ///         DistributedDataParallel::new(&pg, &VarMap::new(), build)
+    ///     };
+    ///     let (generator, discriminator) = (model(2, 4)?, model(4, 1)?);
+    ///     let noise = Tensor::randn(0f32, 1., (8, 2), pg.device())?;
+    ///     let fake = generator.forward(&noise)?;
+    ///     let grads = {
+    ///         let _frozen = discriminator.freeze();
+    ///         generator.backward(&discriminator.forward(&fake)?.mean_all()?.neg()?)?
+    ///     };
+    ///     assert!(generator.parameters().iter().all(|parameter| grads.get(parameter).is_some()));
+    ///     assert!(discriminator.parameters().iter().all(|parameter| grads.get(parameter).is_none()));
+    ///     Ok(())
+    /// })?;
     /// # Ok(())
     /// # }
     /// ```
@@ -165,26 +178,13 @@ impl<M> DistributedDataParallel<M> {
     /// `backward` after that averages the sums. As in PyTorch, n accumulated passes give the sum of their gradients:
     /// divide the losses by n to get the gradient of the large batch. Meanwhile, buffers are not broadcast. The stores of these
     /// passes hold this rank's sums, with which an [`Optimizer`](crate::optim::Optimizer) of this crate refuses to make a step.
+    /// [`sync_if`](Self::sync_if) has an example.
     ///
     /// A [sharded](Sharding) model sends its gradients in these passes too, since whole sums would take the memory that sharding saves:
     /// each pass reduce-scatters its buckets, and each rank adds up its parts, so that four passes take no more memory than one. (With
     /// hybrid sharding, only the last pass sends anything between the copies of the model.) So all ranks make equally many passes, as
     /// without the guard: otherwise it is an error on all of them. In a [`join`](Self::join) they need not. A pass that fails on one rank
     /// ends the group, and the stores hold none of the gradients.
-    ///
-    /// ```no_run
-    /// # fn step<M: candle_core::Module>(ddp: &candle_ddp::DistributedDataParallel<M>, micro_batches: &[candle_core::Tensor]) -> candle_ddp::Result<()> {
-    /// let (last, others) = micro_batches.split_last().expect("at least one");
-    /// {
-    ///     let _guard = ddp.no_sync();
-    ///     for x in others {
-    ///         ddp.backward(&ddp.forward(x)?.mean_all()?)?;
-    ///     }
-    /// }
-    /// let grads = ddp.backward(&ddp.forward(last)?.mean_all()?)?;
-    /// # Ok(())
-    /// # }
-    /// ```
     pub fn no_sync(&self) -> NoSync<'_> {
         NoSync::begin(&self.core)
     }
@@ -192,17 +192,25 @@ impl<M> DistributedDataParallel<M> {
     /// [`no_sync`](Self::no_sync) unless `sync` is true, for loops that accumulate gradients. Keep the guard until the pass is
     /// done:
     ///
-    /// ```no_run
-    /// # use candle_ddp::optim::Optimizer;
-    /// # fn train<M: candle_core::Module>(ddp: &candle_ddp::DistributedDataParallel<M>, optimizer: &mut impl Optimizer, batches: &[candle_core::Tensor]) -> candle_ddp::Result<()> {
-    /// for (index, x) in batches.iter().enumerate() {
-    ///     let is_last = index % 4 == 3;
-    ///     let _guard = ddp.sync_if(is_last);
-    ///     let grads = ddp.backward(&(ddp.forward(x)?.mean_all()? / 4.)?)?;
-    ///     if is_last {
-    ///         optimizer.step(&grads)?;
+    /// ```
+    /// use candle_ddp::nn::linear;
+    /// use candle_ddp::prelude::*;
+    ///
+    /// # fn main() -> Result<()> {
+    /// candle_ddp::spawn(2, |pg| {
+    ///     let ddp = DistributedDataParallel::new(&pg, &VarMap::new(), |vb| linear(4, 1, vb))?;
+    ///     let mut optimizer = AdamW::new(&ddp, ParamsAdamW::default())?;
+    ///     for index in 0..8 {
+    ///         let x = Tensor::randn(0f32, 1., (8, 4), pg.device())?;
+    ///         let is_last = index % 4 == 3;
+    ///         let _guard = ddp.sync_if(is_last);
+    ///         let grads = ddp.backward(&(ddp.forward(&x)?.sqr()?.mean_all()? / 4.)?)?;
+    ///         if is_last {
+    ///             optimizer.step(&grads)?;
+    ///         }
     ///     }
-    /// }
+    ///     Ok(())
+    /// })?;
     /// # Ok(())
     /// # }
     /// ```

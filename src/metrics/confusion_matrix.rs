@@ -29,7 +29,7 @@ pub struct ConfusionMatrix {
 }
 
 impl ConfusionMatrix {
-    /// An empty matrix for so many classes.
+    /// An empty matrix for `classes` classes.
     pub fn new(classes: usize) -> Self {
         Self { classes, ignore_index: None, counts: vec![0; classes * classes] }
     }

@@ -19,7 +19,7 @@ pub struct MulticlassAuroc {
 }
 
 impl MulticlassAuroc {
-    /// A metric for so many classes, without samples.
+    /// A metric for `classes` classes, without samples.
     pub fn new(classes: usize) -> Self {
         Self { classes, scores: Vec::new(), targets: Vec::new() }
     }

@@ -9,9 +9,10 @@ impl ProcessGroup {
     /// take part call it. Two ranks may name their messages in any order, but those from one rank to another arrive in the
     /// order in which they are sent. What is sent in a batch must be received in a batch.
     ///
-    /// ```no_run
-    /// # use candle_core::Tensor;
-    /// # use candle_ddp::{P2pOp, ProcessGroup, Result};
+    /// ```
+    /// use candle_core::Tensor;
+    /// use candle_ddp::{P2pOp, ProcessGroup, Result};
+    ///
     /// /// Receives the tensor of the rank before this one, in a ring.
     /// fn shift(pg: &ProcessGroup, own: &Tensor) -> Result<Tensor> {
     ///     let (rank, world_size) = (pg.rank(), pg.world_size());
@@ -21,6 +22,15 @@ impl ProcessGroup {
     ///     pg.batch_isend_irecv(&[send, recv])?.wait()?;
     ///     Ok(received)
     /// }
+    ///
+    /// # fn main() -> Result<()> {
+    /// candle_ddp::spawn(3, |pg| {
+    ///     let received = shift(&pg, &Tensor::new(pg.rank() as u32, pg.device())?)?;
+    ///     assert_eq!(received.to_scalar::<u32>()? as usize, (pg.rank() + 2) % 3);
+    ///     Ok(())
+    /// })?;
+    /// # Ok(())
+    /// # }
     /// ```
     ///
     /// With NCCL, as in PyTorch, a batch is a single kernel, and runs on the communicator and the stream of the collectives:

@@ -14,7 +14,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 /// 64 MiB, instead of the usual 8, from [`init_process_group`] on: enough for 50,000 operations. A thread of the program that
 /// calls `backward` needs such a stack too ([`std::thread::Builder::stack_size`]).
 ///
-/// ```no_run
+/// ```
 /// fn main() -> candle_ddp::Result<()> {
 ///     candle_ddp::run(|pg| {
 ///         println!("rank {} of {}", pg.rank(), pg.world_size());
@@ -41,7 +41,7 @@ impl ProcessGroup {
     /// An error that comes from the group itself, such as another rank's failure, is not changed on any rank. If a call of the group
     /// has returned one, and none has succeeded since, the launcher takes that for the cause, in whatever words `body` returns it.
     ///
-    /// ```no_run
+    /// ```
     /// # use candle_ddp::{InitOptions, ProcessGroup, Result, init_process_group};
     /// # fn train(pg: &ProcessGroup) -> Result<()> { Ok(()) }
     /// fn main() -> Result<()> {

@@ -15,10 +15,16 @@ use candle_ddp_state::{Error, Result};
 /// ```
 /// use candle_ddp::data::{DistributedSampler, SamplerOptions};
 ///
-/// let mut sampler = DistributedSampler::new(10, 1, 4, SamplerOptions { shuffle: false, ..Default::default() })?;
-/// assert_eq!(sampler.iter().collect::<Vec<_>>(), [1, 5, 9]);
-/// sampler.set_epoch(1); // another order in each epoch, where the sampler shuffles
-/// # Ok::<(), candle_ddp::Error>(())
+/// # fn main() -> candle_ddp::Result<()> {
+/// let indices = candle_ddp::spawn(4, |pg| {
+///     let options = SamplerOptions { shuffle: false, ..Default::default() };
+///     let mut sampler = DistributedSampler::new(10, pg.rank(), pg.world_size(), options)?;
+///     sampler.set_epoch(1); // another order in each epoch, where the sampler shuffles
+///     Ok(sampler.iter().collect::<Vec<_>>())
+/// })?;
+/// assert_eq!(indices[1], [1, 5, 9]); // rank 1's
+/// # Ok(())
+/// # }
 /// ```
 #[derive(Debug, Clone)]
 pub struct DistributedSampler {
@@ -53,7 +59,7 @@ impl DistributedSampler {
         self.epoch = epoch;
     }
 
-    /// How many indices this rank gets (PyTorch's `num_samples`): the dataset's length over the number of ranks,
+    /// The number of indices that this rank gets (PyTorch's `num_samples`): the dataset's length over the number of ranks,
     /// rounded up, or down with [`Remainder::Drop`]. With [`Remainder::Uneven`], it is rounded up on the first ranks and down
     /// on the others.
     pub fn len(&self) -> usize {
@@ -65,7 +71,7 @@ impl DistributedSampler {
         self.len() == 0
     }
 
-    /// How many indices all ranks get together, padding included (PyTorch's `total_size`).
+    /// The number of indices that all ranks get together, padding included (PyTorch's `total_size`).
     pub fn total_size(&self) -> usize {
         let world_size = self.world_size();
         match self.options.remainder {
@@ -103,7 +109,7 @@ impl DistributedSampler {
         permutation(self.dataset_len, seed.wrapping_add(epoch))
     }
 
-    /// How many samples the dataset has.
+    /// The number of samples that the dataset has.
     pub(super) fn dataset_len(&self) -> usize {
         self.dataset_len
     }
