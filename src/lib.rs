@@ -69,6 +69,7 @@
 //! - [`spawn()`]: ranks as threads of one process.
 //! - [`backend`]: the trait that engines implement. The feature `conformance` adds a test suite for them.
 //! - [`Error`], [`Failure`]: the error type, and why a group has failed.
+#![cfg_attr(docsrs, doc = "- [`guide`]: the pages of the documentation.")]
 //!
 //! [candle]: https://github.com/huggingface/candle
 pub mod amp;
@@ -124,14 +125,15 @@ pub use process_group::{
     init_process_group, run, spawn, spawn_with,
 };
 
-/// The Rust code in the README and in `docs/` is compiled with the doc tests. `scripts/check_links.py` compares the list with the pages.
-#[cfg(doctest)]
-mod pages {
+/// The pages of `docs/`. The doc tests compile their Rust code, and the README's. `scripts/check_links.py` compares the list with the pages.
+#[cfg(any(doctest, docsrs))]
+pub mod guide {
+    #[cfg(doctest)]
     #[doc = include_str!("../README.md")]
     struct Readme;
 
     macro_rules! pages {
-        ($($page:ident)*) => { $(#[doc = include_str!(concat!("../docs/", stringify!($page), ".md"))] mod $page {})* };
+        ($($page:ident)*) => { $(#[doc = include_str!(concat!("../docs/", stringify!($page), ".md"))] pub mod $page {})* };
     }
 
     pages! {
