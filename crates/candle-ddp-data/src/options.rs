@@ -11,7 +11,7 @@ pub struct SamplerOptions {
     /// As in PyTorch, only the low 32 bits of the sum count. The sum wraps, so that a negative seed of PyTorch's can be
     /// given as `seed as u64`.
     pub seed: u64,
-    /// What to do if the ranks cannot all get the same number of samples. Default: [`Remainder::Pad`].
+    /// The treatment of samples that cannot be shared equally. Default: [`Remainder::Pad`].
     pub remainder: Remainder,
 }
 
@@ -21,7 +21,7 @@ impl Default for SamplerOptions {
     }
 }
 
-/// What a [`DistributedSampler`](super::DistributedSampler) does if the length of the dataset is not a multiple of the number of ranks.
+/// The behaviour of a [`DistributedSampler`](super::DistributedSampler) if the length of the dataset is not a multiple of the number of ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Remainder {
     /// Repeat the head of the epoch until it is: PyTorch's default.

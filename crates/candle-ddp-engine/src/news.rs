@@ -1,5 +1,5 @@
-//! What ranks tell each other about third ones, since not every two ranks have a control connection: those of other hosts about
-//! the ranks of their own, and those of their own about all others.
+//! Messages between ranks about third ones, since not every two ranks have a control connection: to ranks of other hosts about the
+//! ranks of this one, and to ranks of this host about all others.
 use crate::failure::CallCounts;
 use crate::gone::{Fate, Gone, News};
 use crate::group::Group;

@@ -199,7 +199,7 @@ pub enum Unused {
     Refuse,
     /// Any may be unused, as with PyTorch's `find_unused_parameters=True`.
     Allow,
-    /// Those whose full names fulfil the predicate may be unused: experts of a mixture, or the heads of early exits.
+    /// Parameters whose full names fulfil the predicate may be unused: experts of a mixture, or the heads of early exits.
     AllowNames(Arc<dyn Fn(&str) -> bool + Send + Sync>),
 }
 

@@ -9,7 +9,7 @@ use candle_ddp_tensor::Element;
 use candle_ddp_tensor::borrow::narrow_vec;
 use std::any::Any;
 
-/// What `run` computes by this processor's instructions for `T`, if there are any. Depthwise convolutions are no products.
+/// The result of `run` by this processor's instructions for `T`, if there are any. Depthwise convolutions are no products.
 fn natively<T: Element, N: 'static, R: 'static>(
     geometry: &Geometry,
     run: impl FnOnce(Avx512) -> Option<Result<Vec<N>>>,
