@@ -10,6 +10,10 @@ use candle_core::{Result, Tensor};
 /// If no function has made one of the arguments, candle's graph has the whole gradient. If the result is an argument itself, as the
 /// whole of a tensor, there is nothing to do.
 pub fn adopt(result: Tensor, arguments: &[&Tensor], function: impl Function) -> Result<Tensor> {
+    adopt_dyn(result, arguments, Box::new(function))
+}
+
+fn adopt_dyn(result: Tensor, arguments: &[&Tensor], function: Box<dyn Function>) -> Result<Tensor> {
     if !is_tracked(&result) || arguments.iter().any(|argument| argument.id() == result.id()) {
         return Ok(result);
     }

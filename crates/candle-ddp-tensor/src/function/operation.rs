@@ -18,8 +18,18 @@ pub fn apply(arguments: &[&Tensor], result: (Storage, Shape), function: impl Fun
 pub fn apply_in(
     format: MemoryFormat,
     arguments: &[&Tensor],
-    (storage, shape): (Storage, Shape),
+    result: (Storage, Shape),
     function: impl Function,
+) -> Result<Tensor> {
+    apply_dyn(format, arguments, result, Box::new(function))
+}
+
+/// Compiled once for all functions.
+fn apply_dyn(
+    format: MemoryFormat,
+    arguments: &[&Tensor],
+    (storage, shape): (Storage, Shape),
+    function: Box<dyn Function>,
 ) -> Result<Tensor> {
     let edges = arguments.iter().map(|argument| Edge::new(argument)).collect::<Result<Vec<_>>>()?;
     let (format, shape) = match (format, shape.dims()) {

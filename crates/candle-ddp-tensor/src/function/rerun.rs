@@ -51,7 +51,7 @@ pub fn rerun<G>(
         Ok(of_inputs)
     };
     let format = MemoryFormat::of(result);
-    apply_edges(edges, format, format.snapshot(result)?, Op { name, backward })
+    apply_edges(edges, format, format.snapshot(result)?, Box::new(Op { name, backward }))
 }
 
 /// A token of the result, from which a backward pass starts with a given gradient. It has an element, since candle begins with

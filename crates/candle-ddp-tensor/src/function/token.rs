@@ -59,7 +59,7 @@ pub(super) fn apply_edges(
     edges: Vec<Edge>,
     format: MemoryFormat,
     result: (Storage, Shape),
-    function: impl Function,
+    function: Box<dyn Function>,
 ) -> Result<Tensor> {
     if edges.iter().all(|edge| edge.token.is_none()) {
         return format.view(&Tensor::from_storage(result.0, result.1, BackpropOp::none(), false));
@@ -73,7 +73,7 @@ pub(super) fn apply_edges(
 pub(super) fn token_of(
     edges: Vec<Edge>,
     format: MemoryFormat,
-    function: impl Function,
+    function: Box<dyn Function>,
 ) -> Result<(Tensor, Arc<GradientSum>)> {
     let tokens: Vec<Tensor> = edges.iter().filter_map(|edge| edge.token.clone()).collect();
     let sum = Arc::new(GradientSum::default());
@@ -303,8 +303,8 @@ impl CustomOp3 for Join {
 }
 
 /// The operation from the tokens of a function's arguments to the one of its result.
-struct Backward<F> {
-    function: F,
+struct Backward {
+    function: Box<dyn Function>,
     /// The result's.
     format: MemoryFormat,
     /// The result's gradient.
@@ -314,7 +314,7 @@ struct Backward<F> {
     needed: Vec<bool>,
 }
 
-impl<F: Function> Backward<F> {
+impl Backward {
     /// Passes the result's gradient on to the arguments.
     fn run(&self) -> Result<()> {
         let Some(gradient) = self.sum.take() else { return Ok(()) };
@@ -329,7 +329,7 @@ impl<F: Function> Backward<F> {
     }
 }
 
-impl<F: Function> CustomOp1 for Backward<F> {
+impl CustomOp1 for Backward {
     fn name(&self) -> &'static str {
         self.function.name()
     }
@@ -342,7 +342,7 @@ impl<F: Function> CustomOp1 for Backward<F> {
     }
 }
 
-impl<F: Function> CustomOp2 for Backward<F> {
+impl CustomOp2 for Backward {
     fn name(&self) -> &'static str {
         self.function.name()
     }
@@ -355,7 +355,7 @@ impl<F: Function> CustomOp2 for Backward<F> {
     }
 }
 
-impl<F: Function> CustomOp3 for Backward<F> {
+impl CustomOp3 for Backward {
     fn name(&self) -> &'static str {
         self.function.name()
     }
