@@ -6,6 +6,7 @@ use candle_core::{
 use candle_ddp_tensor::borrow::{slice, with_slice};
 use candle_ddp_tensor::function::{argument, op1_in};
 use candle_ddp_tensor::kernels::{self, Address, Grid, Kernel, Launch, Output};
+use candle_ddp_tensor::parallel::Each;
 use candle_ddp_tensor::{Element, MemoryFormat, Real, dispatch, vectorise};
 #[doc(no_inline)]
 pub use candle_nn::activation::*;
@@ -185,7 +186,7 @@ impl Operation {
 
     fn forward<T: Element>(self, x: &[T]) -> Vec<T> {
         let mut y = vec![T::from_f64(0.0); x.len()];
-        y.par_chunks_mut(BLOCK_ELEMENTS).zip(x.par_chunks(BLOCK_ELEMENTS)).for_each(|(y, x)| match self {
+        y.par_chunks_mut(BLOCK_ELEMENTS).zip(x.par_chunks(BLOCK_ELEMENTS)).each(|(y, x)| match self {
             Self::Relu => relu_values(y, x),
             Self::Gelu => gelu_values(y, x),
             Self::GeluErf => gelu_erf_values(y, x),
@@ -198,7 +199,7 @@ impl Operation {
     fn backward<T: Element>(self, x: &[T], dy: &[T]) -> Vec<T> {
         let mut dx = vec![T::from_f64(0.0); x.len()];
         let blocks = dx.par_chunks_mut(BLOCK_ELEMENTS).zip(x.par_chunks(BLOCK_ELEMENTS));
-        blocks.zip(dy.par_chunks(BLOCK_ELEMENTS)).for_each(|((dx, x), dy)| match self {
+        blocks.zip(dy.par_chunks(BLOCK_ELEMENTS)).each(|((dx, x), dy)| match self {
             Self::Relu => relu_gradients(dx, x, dy),
             Self::Gelu => gelu_gradients(dx, x, dy),
             Self::GeluErf => gelu_erf_gradients(dx, x, dy),

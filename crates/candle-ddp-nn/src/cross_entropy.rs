@@ -11,6 +11,7 @@ use candle_ddp_tensor::Error;
 use candle_ddp_tensor::borrow::{slice, with_slice};
 use candle_ddp_tensor::error::describe;
 use candle_ddp_tensor::function::op1;
+use candle_ddp_tensor::parallel::Each;
 use candle_ddp_tensor::{Element, Real, dispatch, vectorise};
 use rayon::prelude::*;
 use std::cell::Cell;
@@ -204,7 +205,8 @@ impl CrossEntropy {
         let zero = T::Real::from_f64(0.0);
         let scratch = || vec![zero; if inner == 1 { classes } else { 2 * TILE }];
         let blocks = blocks.with_min_len((BLOCK_ELEMENTS / block).max(1));
-        let losses = blocks.map_init(scratch, |scratch, ((x, targets), normalisers)| {
+        let mut losses = vec![0.0; self.targets.len() / inner];
+        blocks.zip(&mut losses).each_with(scratch, |scratch, (((x, targets), normalisers), of_block)| {
             if inner == 1 {
                 let (max, sum) = row_sum(x, scratch);
                 normalisers[0] = max.to_f64() + sum.to_f64().ln();
@@ -219,10 +221,10 @@ impl CrossEntropy {
                 }
             }
             let samples = targets.iter().zip(&*normalisers).enumerate();
-            samples.map(|(index, (target, normaliser))| loss(&x[index..], *target, *normaliser)).sum()
+            *of_block = samples.map(|(index, (target, normaliser))| loss(&x[index..], *target, *normaliser)).sum();
         });
         // Block by block, so that the result does not depend on the number of threads.
-        let total: f64 = losses.collect::<Vec<f64>>().iter().sum();
+        let total: f64 = losses.iter().sum();
         let _ = self.normalisers.set(normalisers);
         total
     }
@@ -238,7 +240,7 @@ impl CrossEntropy {
         let mut dx = vec![T::from_f64(0.0); x.len()];
         let blocks = dx.par_chunks_exact_mut(block).zip(x.par_chunks_exact(block));
         let blocks = blocks.zip(self.targets.par_chunks_exact(inner)).zip(normalisers.par_chunks_exact(inner));
-        blocks.with_min_len((BLOCK_ELEMENTS / block).max(1)).for_each(|(((dx, x), targets), normalisers)| {
+        blocks.with_min_len((BLOCK_ELEMENTS / block).max(1)).each(|(((dx, x), targets), normalisers)| {
             // For each sample: its normaliser, and the factors of the classes' probabilities and weights.
             let (mut norm, mut by_p, mut by_weight) = ([zero; TILE], [zero; TILE], [zero; TILE]);
             for (tile, targets) in targets.chunks(TILE).enumerate() {

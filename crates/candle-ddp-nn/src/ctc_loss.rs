@@ -8,6 +8,7 @@ use candle_ddp_tensor::borrow::with_slice;
 use candle_ddp_tensor::copy::snapshot_tensor;
 use candle_ddp_tensor::error::describe;
 use candle_ddp_tensor::function::{Function, apply};
+use candle_ddp_tensor::parallel::Each;
 use candle_ddp_tensor::{Element, Error, accumulator, dispatch, vectorise};
 use rayon::prelude::*;
 
@@ -187,7 +188,7 @@ impl Function for CtcLoss {
             }).collect();
             let mut gradient = vec![T::from_f64(0.0); log_probs.len()];
             let row = (batch * classes).max(1);
-            gradient.par_chunks_mut(row).zip(log_probs.par_chunks(row)).enumerate().for_each(|(time, (row, x))| {
+            gradient.par_chunks_mut(row).zip(log_probs.par_chunks(row)).enumerate().each(|(time, (row, x))| {
                 let mut probabilities = vec![Acc::default(); classes];
                 let rows = row.chunks_mut(classes).zip(x.chunks(classes)).zip(alignments).zip(&occupied).zip(&factors);
                 for ((((row, x), one), occupied), factor) in rows {

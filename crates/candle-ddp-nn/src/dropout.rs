@@ -7,6 +7,7 @@ use candle_ddp_tensor::Error;
 use candle_ddp_tensor::borrow::{slice, with_slice};
 use candle_ddp_tensor::function::op1;
 use candle_ddp_tensor::kernels::{self, Address, Grid, Kernel, Launch, Output};
+use candle_ddp_tensor::parallel::Each;
 use candle_ddp_tensor::seed::{Draw, Generator, default_generator, draw};
 use candle_ddp_tensor::{Element, dispatch};
 use rayon::prelude::*;
@@ -112,7 +113,7 @@ impl Mask {
         let scale = T::Real::from_f64(self.scale);
         let mut y = vec![zero; x.len()];
         let blocks = y.par_chunks_mut(BLOCK_ELEMENTS).zip(x.par_chunks(BLOCK_ELEMENTS)).enumerate();
-        blocks.for_each_init(
+        blocks.each_with(
             || vec![0; BLOCK_ELEMENTS],
             |numbers, (block, (y, x))| {
                 let numbers = &mut numbers[..x.len()];

@@ -11,6 +11,7 @@ use candle_ddp_tensor::borrow::{slice, with_slice};
 use candle_ddp_tensor::error::describe;
 use candle_ddp_tensor::function::op1;
 use candle_ddp_tensor::kernels::Output;
+use candle_ddp_tensor::parallel::Each;
 use candle_ddp_tensor::{Element, dispatch};
 use candle_nn::{Init, VarBuilder};
 use cuda::LookupOnCuda;
@@ -130,7 +131,7 @@ impl Lookup {
     fn forward<T: Element>(&self, table: &[T]) -> Vec<T> {
         let mut y = vec![T::from_f64(0.0); self.indices.len() * self.size];
         let rows = y.par_chunks_exact_mut(self.size.max(1)).zip(&self.indices);
-        rows.with_min_len((BLOCK_ELEMENTS / self.size.max(1)).max(1)).for_each(|(y, index)| {
+        rows.with_min_len((BLOCK_ELEMENTS / self.size.max(1)).max(1)).each(|(y, index)| {
             y.copy_from_slice(&table[index * self.size..][..self.size]);
         });
         y
@@ -146,7 +147,7 @@ impl Lookup {
         let mut order: Vec<(usize, usize)> = self.indices.iter().copied().zip(0..).collect();
         order.par_sort_unstable();
         let rows = (BLOCK_ELEMENTS / size).max(1);
-        d_table.par_chunks_mut(rows * size).enumerate().for_each_init(
+        d_table.par_chunks_mut(rows * size).enumerate().each_with(
             || vec![T::Real::from_f64(0.0); size],
             |sum, (block, d_table)| {
                 let first = block * rows;

@@ -8,6 +8,7 @@ use candle_ddp_tensor::borrow::with_slice;
 use candle_ddp_tensor::copy::snapshot_tensor;
 use candle_ddp_tensor::error::describe_placed;
 use candle_ddp_tensor::function::{Function, apply};
+use candle_ddp_tensor::parallel::Each;
 use candle_ddp_tensor::{Element, Error, dispatch, hold};
 use rayon::prelude::*;
 
@@ -141,12 +142,14 @@ fn narrow_products<T: Element>(
                 product((m, n, k), (a, strides_a), (b, strides_b), None, threads)
             };
             let threads = threads();
-            let products: Result<Vec<_>> = if batch < threads {
-                (0..batch).map(|index| one(index, threads)).collect()
-            } else {
-                (0..batch).into_par_iter().map(|index| one(index, 1)).collect()
-            };
-            Ok(products?.concat())
+            if batch < threads {
+                let products: Result<Vec<_>> = (0..batch).map(|index| one(index, threads)).collect();
+                return Ok(products?.concat());
+            }
+            let mut products = vec![Vec::new(); batch];
+            let each = products.par_iter_mut().enumerate();
+            each.try_each_with(|| (), |(), (index, product)| one(index, 1).map(|made| *product = made))?;
+            Ok(products.concat())
         })
     })
 }

@@ -9,6 +9,7 @@ use candle_ddp_tensor::Error;
 use candle_ddp_tensor::borrow::{slice, with_slice};
 use candle_ddp_tensor::function::op1_in;
 use candle_ddp_tensor::kernels::{self, Address, Grid, Kernel, Launch, Output};
+use candle_ddp_tensor::parallel::Each;
 use candle_ddp_tensor::{Element, MemoryFormat, dispatch, vectorise};
 use rayon::prelude::*;
 use std::sync::OnceLock;
@@ -97,7 +98,7 @@ impl MaxPool {
         let (input, output) = (rows.size * columns.size, rows.count * columns.count);
         let each = y.par_chunks_exact_mut(output).zip(indices.par_chunks_exact_mut(output));
         let each = each.zip(x.par_chunks_exact(input)).with_min_len(self.blocks());
-        each.for_each_init(
+        each.each_with(
             || vec![T::Real::from_f64(0.0); columns.count],
             |best, ((y, indices), x)| {
                 let lines = y.chunks_exact_mut(columns.count).zip(indices.chunks_exact_mut(columns.count));
@@ -193,7 +194,7 @@ impl MaxPool {
         let mut dx = vec![T::from_f64(0.0); planes * input];
         let each = dx.par_chunks_exact_mut(input).zip(dy.par_chunks_exact(output));
         let each = each.zip(indices.par_chunks_exact(output)).with_min_len(self.blocks());
-        each.for_each_init(
+        each.each_with(
             || vec![zero; input],
             |sums, ((dx, dy), indices)| {
                 sums.fill(zero);

@@ -8,6 +8,7 @@ use candle_ddp_tensor::Error;
 use candle_ddp_tensor::borrow::{slice, with_slice};
 use candle_ddp_tensor::function::op1_in;
 use candle_ddp_tensor::kernels::{self, Address, Constants, Grid, Kernel, Launch, Output};
+use candle_ddp_tensor::parallel::Each;
 use candle_ddp_tensor::{Element, MemoryFormat, dispatch, vectorise};
 use rayon::prelude::*;
 
@@ -153,7 +154,7 @@ impl Resample {
         let (plane, input) = (rows.len() * columns.len(), self.rows.input * self.columns.input);
         let mut y = vec![T::from_f64(0.0); planes * plane];
         let each = y.par_chunks_exact_mut(plane).zip(x.par_chunks_exact(input)).with_min_len(self.blocks());
-        each.for_each_init(|| vec![zero; self.columns.input], |sum, (y, x)| forward_plane(y, x, sum, &rows, &columns));
+        each.each_with(|| vec![zero; self.columns.input], |sum, (y, x)| forward_plane(y, x, sum, &rows, &columns));
         y
     }
 
@@ -163,7 +164,7 @@ impl Resample {
         let (plane, input) = (rows.len() * columns.len(), self.rows.input * self.columns.input);
         let mut dx = vec![T::from_f64(0.0); planes * input];
         let each = dx.par_chunks_exact_mut(input).zip(dy.par_chunks_exact(plane)).with_min_len(self.blocks());
-        each.for_each_init(
+        each.each_with(
             || (vec![zero; self.columns.input], vec![zero; input]),
             |(spread, total), (dx, dy)| backward_plane(dx, dy, spread, total, &rows, &columns),
         );

@@ -10,6 +10,7 @@ use candle_ddp_tensor::borrow::{slice, with_slice};
 use candle_ddp_tensor::error::describe;
 use candle_ddp_tensor::function::op1;
 use candle_ddp_tensor::kernels::{self, Address, Grid, Kernel, Launch, Output};
+use candle_ddp_tensor::parallel::Each;
 use candle_ddp_tensor::{Element, dispatch};
 use rayon::prelude::*;
 
@@ -143,7 +144,7 @@ impl Rope {
             start..start + half
         };
         let rows = y.par_chunks_exact_mut(size).zip(x.par_chunks_exact(size)).enumerate();
-        rows.with_min_len((BLOCK_ELEMENTS / size).max(1)).for_each(|(row, (y, x))| {
+        rows.with_min_len((BLOCK_ELEMENTS / size).max(1)).each(|(row, (y, x))| {
             let (cos, sin) = (&cos[angles(row)], &sin[angles(row)]);
             let rotate = |x0: T, x1: T, cos: T::Real, sin: T::Real| {
                 let (x0, x1, sin) = (x0.widen(), x1.widen(), sin * sign);

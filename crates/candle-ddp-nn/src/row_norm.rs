@@ -7,6 +7,7 @@ use candle_core::{D, Result, Shape, Storage, Tensor, WithDType};
 use candle_ddp_tensor::borrow::with_slice;
 use candle_ddp_tensor::function::{Earlier, Function, added, apply};
 use candle_ddp_tensor::kernels::{self, AddedNorm, NormOperands, NormStatistics};
+use candle_ddp_tensor::parallel::Each;
 use candle_ddp_tensor::{Element, Error, Real, accumulator, dispatch};
 use rayon::prelude::*;
 
@@ -123,7 +124,7 @@ impl Norm {
             let rows = block_rows(size);
             with_slice::<T, _>(x, |x| {
                 let blocks = y.par_chunks_mut(rows * size).zip(x.par_chunks(rows * size));
-                blocks.zip(statistics.par_chunks_mut(rows)).for_each(|((y, x), statistics)| {
+                blocks.zip(statistics.par_chunks_mut(rows)).each(|((y, x), statistics)| {
                     let rows = y.chunks_exact_mut(size).zip(x.chunks_exact(size));
                     candle_ddp_tensor::vectorise!(|| {
                         for ((y, x), statistics) in rows.zip(statistics) {
@@ -146,9 +147,10 @@ impl Norm {
             let weight = self.weight.to_vec1::<Acc>()?;
             let mut dx = vec![T::from_f64(0.0); x.elem_count()];
             let rows = block_rows(size);
-            let sums: Vec<(Vec<Acc>, Vec<Acc>)> = with_slice::<T, _>(x, |x| with_slice::<T, _>(dy, |dy| {
+            let mut sums: Vec<(Vec<Acc>, Vec<Acc>)> = vec![Default::default(); dx.len().div_ceil(rows * size)];
+            with_slice::<T, _>(x, |x| with_slice::<T, _>(dy, |dy| {
                 let blocks = dx.par_chunks_mut(rows * size).zip(x.par_chunks(rows * size)).zip(dy.par_chunks(rows * size));
-                let sums = blocks.zip(statistics.par_chunks(rows)).map(|(((dx, x), dy), statistics)| {
+                blocks.zip(statistics.par_chunks(rows)).zip(&mut sums).each(|((((dx, x), dy), statistics), of_block)| {
                     let zeros = vec![Acc::from_f64(0.0); size];
                     let (mut d_weight, mut d_bias) = (zeros.clone(), zeros);
                     let rows = dx.chunks_exact_mut(size).zip(x.chunks_exact(size)).zip(dy.chunks_exact(size));
@@ -159,9 +161,9 @@ impl Norm {
                             input_gradient_row(dx, x, dy, &weight, mean, scale, sums, self.centred);
                         }
                     });
-                    (d_weight, d_bias)
+                    *of_block = (d_weight, d_bias);
                 });
-                Ok(sums.collect())
+                Ok(())
             }))?;
             // Block by block, so that the result does not depend on the number of threads.
             let mut totals = vec![[0.0; 2]; size];

@@ -9,6 +9,7 @@ use candle_core::{
 use candle_ddp_tensor::borrow::{slice, with_slice};
 use candle_ddp_tensor::function::{argument, op1};
 use candle_ddp_tensor::kernels::{self, Address, Grid, Kernel, Launch, Output};
+use candle_ddp_tensor::parallel::Each;
 use candle_ddp_tensor::{Element, Real, dispatch, vectorise};
 use rayon::prelude::*;
 
@@ -189,7 +190,7 @@ impl Softmax {
         let zero = T::Real::from_f64(0.0);
         let blocks = y.par_chunks_exact_mut(block).zip(x.par_chunks_exact(block));
         let scratch = || vec![zero; if inner == 1 { count } else { 2 * TILE }];
-        blocks.with_min_len((BLOCK_ELEMENTS / block).max(1)).for_each_init(scratch, |scratch, (y, x)| {
+        blocks.with_min_len((BLOCK_ELEMENTS / block).max(1)).each_with(scratch, |scratch, (y, x)| {
             if inner == 1 {
                 let (max, sum) = row_sum(x, scratch);
                 match self.log {
@@ -214,7 +215,7 @@ impl Softmax {
         let mut dx = vec![T::from_f64(0.0); y.len()];
         let zero = T::Real::from_f64(0.0);
         let blocks = dx.par_chunks_exact_mut(block).zip(y.par_chunks_exact(block)).zip(dy.par_chunks_exact(block));
-        blocks.with_min_len((BLOCK_ELEMENTS / block).max(1)).for_each(|((dx, y), dy)| {
+        blocks.with_min_len((BLOCK_ELEMENTS / block).max(1)).each(|((dx, y), dy)| {
             if inner == 1 {
                 return gradient_row(dx, y, dy, self.log);
             }

@@ -32,9 +32,13 @@ pub fn slice_mut<'a, T: Element>(storage: &'a mut CpuStorage, layout: &Layout) -
 /// Passes the elements of `tensor` to `work`.
 pub fn with_slice<T: WithDType, R>(tensor: &Tensor, work: impl FnOnce(&[T]) -> Result<R>) -> Result<R> {
     let (storage, layout) = tensor.storage_and_layout();
-    match &*storage {
-        Storage::Cpu(storage) => work(slice(storage, layout)?),
-        _ => candle_core::bail!("the tensor must be on the CPU, not on {:?}", tensor.device().location()),
+    work(slice(on_cpu(&storage)?, layout)?)
+}
+
+fn on_cpu(storage: &Storage) -> Result<&CpuStorage> {
+    match storage {
+        Storage::Cpu(storage) => Ok(storage),
+        _ => candle_core::bail!("the tensor must be on the CPU, not on {:?}", storage.device().location()),
     }
 }
 

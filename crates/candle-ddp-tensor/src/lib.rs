@@ -24,6 +24,8 @@ mod math;
 mod memory_format;
 #[doc(hidden)]
 pub mod pack;
+#[doc(hidden)]
+pub mod parallel;
 mod read;
 pub mod seed;
 mod sum;

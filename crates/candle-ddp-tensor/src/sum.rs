@@ -3,6 +3,7 @@ use crate::borrow::with_slice;
 use crate::element::DTYPES;
 use crate::kernels::{self, Address, Grid, Kernel, Launch, Output};
 use crate::memory_format::MemoryFormat;
+use crate::parallel::Each;
 use crate::{Element, dispatch, vectorise};
 use candle_core::op::BackpropOp;
 use candle_core::{CudaDevice, Device, Result, Shape, Storage, Tensor, WithDType};
@@ -62,11 +63,11 @@ fn added<T: Element>(a: &[T], b: &[T]) -> Vec<T> {
     };
     if a.len() == b.len() {
         let blocks = sums.par_chunks_mut(BLOCK_ELEMENTS).zip(a.par_chunks(BLOCK_ELEMENTS));
-        blocks.zip(b.par_chunks(BLOCK_ELEMENTS)).for_each(|((sums, a), b)| add(sums, a, b));
+        blocks.zip(b.par_chunks(BLOCK_ELEMENTS)).each(|((sums, a), b)| add(sums, a, b));
     } else {
         let row = b.len().max(1);
         let block = row * (BLOCK_ELEMENTS / row).max(1);
-        sums.par_chunks_mut(block).zip(a.par_chunks(block)).for_each(|(sums, a)| {
+        sums.par_chunks_mut(block).zip(a.par_chunks(block)).each(|(sums, a)| {
             sums.chunks_mut(row).zip(a.chunks(row)).for_each(|(sums, a)| add(sums, a, b));
         });
     }

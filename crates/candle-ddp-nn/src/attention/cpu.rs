@@ -4,6 +4,7 @@ use crate::gemm::{self, Strides, gemm, is_wide, same};
 use crate::rows::{dot, maximum, sum};
 use candle_core::{DType, Result, WithDType};
 use candle_ddp_tensor::borrow::with_slice;
+use candle_ddp_tensor::parallel::Each;
 use candle_ddp_tensor::{Element, Real, vectorise};
 use rayon::prelude::*;
 
@@ -169,7 +170,7 @@ fn forward_by<T: Element, F: Element<Real = T::Real>>(
         let block = Block { sample: head / heads, head: head % heads, query, queries: normalisers.len(), key: 0, keys };
         forward_block(problem, block, [q, &k[..keys * size], &v[..keys * value_size]], mask, workspace, y, normalisers)
     };
-    blocks.collect::<Vec<_>>().into_par_iter().try_for_each_init(|| Workspace::new(problem, false), work)?;
+    blocks.collect::<Vec<_>>().into_par_iter().try_each_with(|| Workspace::new(problem, false), work)?;
     Ok((y, normalisers))
 }
 
@@ -317,7 +318,7 @@ fn backward_by<T: Element, F: Element<Real = T::Real>>(
         .par_iter_mut()
         .zip(y.par_chunks_exact(value_size))
         .zip(dy.par_chunks_exact(value_size))
-        .for_each(|((product, y), dy)| *product = product_of_rows(y, dy));
+        .each(|((product, y), dy)| *product = product_of_rows(y, dy));
     // Keys are cut into parts, each with its own gradient of the queries. The number of parts does not depend on the
     // threads.
     let blocks = keys.div_ceil(KEYS);
@@ -335,10 +336,10 @@ fn backward_by<T: Element, F: Element<Real = T::Real>>(
         let task = BackwardTask { problem, qkv, dy, normalisers, products: &products, mask, pair };
         task.run(key, gradients, workspace)
     };
-    tasks.collect::<Vec<_>>().into_par_iter().try_for_each_init(|| Workspace::new(problem, true), work)?;
+    tasks.collect::<Vec<_>>().into_par_iter().try_each_with(|| Workspace::new(problem, true), work)?;
     if parts > 1 {
         let mut total = zeros(pairs * dq_len);
-        total.par_chunks_exact_mut(dq_len).zip(dq.par_chunks_exact(parts * dq_len)).for_each(|(total, dq)| {
+        total.par_chunks_exact_mut(dq_len).zip(dq.par_chunks_exact(parts * dq_len)).each(|(total, dq)| {
             for dq in dq.chunks_exact(dq_len) {
                 add(total, dq);
             }

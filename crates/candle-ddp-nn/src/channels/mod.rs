@@ -6,6 +6,7 @@ mod fused;
 #[cfg(test)]
 mod tests;
 
+use candle_ddp_tensor::parallel::Each;
 pub(super) use fused::{After, Gate, Passed};
 
 use super::row_norm::fold;
@@ -70,7 +71,7 @@ fn moments_of_runs<T: Element>(extents: Extents, x: &[T]) -> Vec<f64> {
     let Extents { samples, channels, spatial } = extents;
     let length = T::Real::from_f64(spatial as f64);
     let mut moments = vec![[0.0; 2]; channels];
-    moments.par_chunks_mut(BLOCK).enumerate().for_each(|(block, moments)| {
+    moments.par_chunks_mut(BLOCK).enumerate().each(|(block, moments)| {
         for sample in 0..samples {
             for (index, [mean, spread]) in moments.iter_mut().enumerate() {
                 let start = (sample * channels + block * BLOCK + index) * spatial;
@@ -290,7 +291,7 @@ fn channel_sums<A: WithDType, const K: usize>(
 ) -> Vec<f64> {
     let Extents { samples, channels, spatial } = extents;
     let mut totals = vec![[0.0; K]; channels];
-    totals.par_chunks_mut(BLOCK).enumerate().for_each(|(block, totals)| {
+    totals.par_chunks_mut(BLOCK).enumerate().each(|(block, totals)| {
         candle_ddp_tensor::vectorise!(|| {
             for sample in 0..samples {
                 for (index, total) in totals.iter_mut().enumerate() {
@@ -341,7 +342,7 @@ fn channel_map<T: Element>(extents: Extents, fill: impl Fn(usize, Range<usize>, 
     if values.is_empty() {
         return values;
     }
-    values.par_chunks_mut(sample_len).enumerate().for_each(|(sample, values)| {
+    values.par_chunks_mut(sample_len).enumerate().each(|(sample, values)| {
         candle_ddp_tensor::vectorise!(|| {
             for (channel, values) in values.chunks_mut(spatial).enumerate() {
                 let start = sample * sample_len + channel * spatial;

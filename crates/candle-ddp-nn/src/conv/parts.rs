@@ -4,6 +4,7 @@ use super::geometry::Geometry;
 use crate::gemm::threads;
 use candle_core::Result;
 use candle_ddp_tensor::Real;
+use candle_ddp_tensor::parallel::Each;
 use rayon::prelude::*;
 use std::ops::Range;
 
@@ -42,7 +43,7 @@ pub(super) fn each_part<E: Send>(
         return Ok(());
     }
     let results = results.par_chunks_mut(first.len() * size);
-    parts.clone().into_par_iter().zip(results).try_for_each(|(part, results)| work(part, results, threads))
+    parts.clone().into_par_iter().zip(results).try_each_with(|| (), |(), (part, results)| work(part, results, threads))
 }
 
 /// The sum of the results for the images of each part, `size` elements each, added up in the order of the images.
@@ -53,8 +54,10 @@ pub(super) fn sum_parts<R: Real>(
 ) -> Result<Vec<R>> {
     let count = (geometry.n * geometry.output_pixels() / SUMMED_PIXELS).clamp(1, SUMMED_PARTS);
     let (parts, threads) = parts(geometry, count);
-    let sums: Result<Vec<_>> = parts.into_par_iter().map(|part| work(part, threads)).collect();
-    let mut sums = sums?.into_iter();
+    let mut sums = vec![Vec::new(); parts.len()];
+    let each = parts.into_par_iter().zip(&mut sums);
+    each.try_each_with(|| (), |(), (part, sum)| work(part, threads).map(|made| *sum = made))?;
+    let mut sums = sums.into_iter();
     let mut total = sums.next().unwrap_or_else(|| vec![R::default(); size]);
     for sum in sums {
         total.iter_mut().zip(sum).for_each(|(total, sum)| *total += sum);

@@ -3,6 +3,7 @@
 //! Each element of a result is summed in f32 in one order, whatever the number of threads.
 use super::bf16::{self, Avx512, Source};
 use super::strides::Strides;
+use candle_ddp_tensor::parallel::Each;
 use candle_ddp_tensor::vectorise;
 use rayon::prelude::*;
 
@@ -112,7 +113,7 @@ fn each_rows<E: Send>(
         let mut workspace = Workspace::default();
         result.chunks_mut(size * n).enumerate().for_each(|rows| run(&mut workspace, rows));
     } else {
-        result.par_chunks_mut(size * n).enumerate().for_each_init(Workspace::default, run);
+        result.par_chunks_mut(size * n).enumerate().each_with(Workspace::default, run);
     }
 }
 

@@ -1,6 +1,7 @@
 //! Products of a few rows with one matrix, which is packed once for all of them.
 use super::strides::Strides;
 use candle_ddp_tensor::Real;
+use candle_ddp_tensor::parallel::Each;
 use candle_ddp_tensor::pulp::{Arch, Simd, WithSimd};
 use rayon::prelude::*;
 
@@ -52,7 +53,7 @@ impl<R: Lanes> Panels<R> {
         };
         let size = (self.rows * width, (count * width).max(1));
         if threads > 1 {
-            self.values.par_chunks_exact(size.0).zip(sums.par_chunks_exact_mut(size.1)).for_each(multiply);
+            self.values.par_chunks_exact(size.0).zip(sums.par_chunks_exact_mut(size.1)).each(multiply);
         } else {
             self.values.chunks_exact(size.0).zip(sums.chunks_exact_mut(size.1)).for_each(multiply);
         }

@@ -4,6 +4,7 @@ use crate::channels::sums;
 use crate::row_norm::sum;
 use candle_core::{DType, Device, Result, Shape, Storage, Tensor, WithDType};
 use candle_ddp_tensor::borrow::with_slice;
+use candle_ddp_tensor::parallel::Each;
 use candle_ddp_tensor::{Element, Real, dispatch, vectorise};
 use rayon::prelude::*;
 
@@ -36,7 +37,7 @@ pub(super) fn forward(
         let block = (at_once * size).max(1);
         with_slice::<T, _>(x, |x| {
             let blocks = y.par_chunks_mut(block).zip(x.par_chunks(block)).zip(statistics.par_chunks_mut(at_once));
-            blocks.enumerate().for_each(|(block, ((y, x), statistics))| {
+            blocks.enumerate().each(|(block, ((y, x), statistics))| {
                 vectorise!(|| {
                     let of_groups = y.chunks_exact_mut(size).zip(x.chunks_exact(size)).zip(statistics);
                     for (index, ((y, x), statistics)) in of_groups.enumerate() {
@@ -86,7 +87,7 @@ pub(super) fn backward(
         with_slice::<T, _>(x, |x| with_slice::<T, _>(dy, |dy| {
             let blocks = dx.par_chunks_mut(block).zip(x.par_chunks(block)).zip(dy.par_chunks(block));
             let blocks = blocks.zip(statistics.par_chunks(at_once)).zip(planes.par_chunks_mut((at_once * in_group).max(1)));
-            blocks.enumerate().for_each(|(block, ((((dx, x), dy), statistics), planes))| {
+            blocks.enumerate().each(|(block, ((((dx, x), dy), statistics), planes))| {
                 vectorise!(|| {
                     let of_groups = dx.chunks_exact_mut(size).zip(x.chunks_exact(size)).zip(dy.chunks_exact(size));
                     let of_groups = of_groups.zip(statistics).zip(planes.chunks_exact_mut(in_group));

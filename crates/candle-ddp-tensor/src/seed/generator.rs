@@ -1,5 +1,6 @@
 //! A generator of random numbers whose state can be saved.
 use super::philox;
+use crate::parallel::Each;
 use crate::{Error, Result};
 use candle_core::{DType, Device, Shape, Tensor};
 use rayon::prelude::*;
@@ -197,7 +198,7 @@ impl Generator {
         const PART: usize = 1 << 15;
         let draw = self.draw(count.div_ceil(2) * 4);
         let mut values = vec![T::default(); count];
-        values.par_chunks_mut(PART).enumerate().for_each(|(part, values)| {
+        values.par_chunks_mut(PART).enumerate().each(|(part, values)| {
             let first = part * PART / 2;
             for (index, pair) in values.chunks_mut(2).enumerate() {
                 for (value, made) in pair.iter_mut().zip(make(draw.pair((first + index) as u64))) {

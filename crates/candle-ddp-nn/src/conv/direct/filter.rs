@@ -8,6 +8,7 @@ use crate::conv::geometry::Geometry;
 use crate::conv::parts::sum_parts;
 use crate::gemm::bf16::{LANES, PackedRows, Unit, WIDTH, multiply_packed};
 use candle_core::Result;
+use candle_ddp_tensor::parallel::Each;
 use candle_ddp_tensor::vectorise;
 use half::bf16;
 use rayon::prelude::*;
@@ -126,7 +127,7 @@ fn order_by_channel(geometry: &Geometry, sums: &mut [f32]) {
     if taps <= 1 || geometry.group_inputs() <= 1 {
         return;
     }
-    sums.par_chunks_mut(geometry.taps()).for_each(|sums| {
+    sums.par_chunks_mut(geometry.taps()).each(|sums| {
         let mut copy = vec![0.0; WIDTH * taps];
         for channels in channels(geometry) {
             let sums = &mut sums[channels.start * taps..channels.end * taps];

@@ -16,6 +16,7 @@ mod transposed;
 
 use super::strides::Strides;
 pub(crate) use avx512::Avx512;
+use candle_ddp_tensor::parallel::Each;
 use half::bf16;
 use rayon::prelude::*;
 pub(crate) use source::Source;
@@ -187,7 +188,7 @@ pub(crate) fn multiply_packed<U: Unit>(
         work.push((rows.clone(), result));
         rest = after;
     }
-    work.into_par_iter().for_each(panel);
+    work.into_par_iter().each(panel);
 }
 
 /// Memory for packed factors.
