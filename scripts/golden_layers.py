@@ -127,6 +127,26 @@ for q, k, v, mask, causal, scale in [
     run = lambda q, k, v: attention(q, k, v, mask, causal, scale)
     case("attention", run, [q, k, v], mask=mask, causal=causal, scale=scale)
 
+
+def documents(q, k, v, causal, cu_seq):
+    """Each document by itself; `cu_seq` counts through all rows."""
+    results = torch.zeros(q.shape[:3] + v.shape[3:], dtype=q.dtype)
+    for start, end in zip(cu_seq, cu_seq[1:]):
+        row, start, end = start // q.shape[2], start % q.shape[2], start % q.shape[2] + end - start
+        if start < end:
+            parts = [t[row : row + 1, :, start:end] for t in (q, k, v)]
+            results[row : row + 1, :, start:end] = attention(*parts, "none", causal, None)
+    return results
+
+
+for q, k, v, causal, cu_seq in [
+    ((1, 2, 11, 3), (1, 2, 11, 3), (1, 2, 11, 3), 0, (0, 1, 1, 8, 11)),
+    ((1, 4, 11, 3), (1, 2, 11, 3), (1, 2, 11, 5), 1, (0, 5, 5, 6, 11, 11)),
+    ((2, 2, 7, 3), (2, 1, 7, 3), (2, 1, 7, 3), 1, (0, 7, 9, 14)),
+]:
+    run = lambda q, k, v: documents(q, k, v, causal, cu_seq)
+    case("attention", run, [q, k, v], mask="none", causal=causal, scale=None, cu_seq=cu_seq)
+
 case("linear", F.linear, [(1, 1), (1, 1), (1,)])
 case("linear", F.linear, [(3, 5, 7), (4, 7), (4,)])
 case("linear", F.linear, [(6, 9), (11, 9)])

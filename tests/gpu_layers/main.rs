@@ -179,7 +179,7 @@ fn attention_by_cudnn_matches_the_cpu() {
                     let (k, v) = (var(&[2, key_heads, keys, size], 2), var(&[2, key_heads, keys, value_size], 3));
                     let dy = var(&[2, heads, queries, value_size], 4);
                     let mask = is_masked.then(|| tensor(&[queries, keys], 5).to_device(device).unwrap());
-                    let options = AttentionOptions { mask, is_causal, scale };
+                    let options = AttentionOptions { mask, is_causal, scale, cu_seq: None };
                     let y = scaled_dot_product_attention(&q, &k, &v, options.clone()).unwrap();
                     let grads = (&y * dy.as_tensor()).unwrap().sum_all().unwrap().backward().unwrap();
                     let mut found = vec![floats(&y)];

@@ -80,6 +80,6 @@ pub fn sdpa(
     }
     // candle's function needs no mask with `do_causal`.
     let mask = mask.filter(|_| !do_causal).cloned();
-    let options = AttentionOptions { mask, is_causal: do_causal, scale: Some(f64::from(scale)) };
+    let options = AttentionOptions { mask, is_causal: do_causal, scale: Some(f64::from(scale)), cu_seq: None };
     scaled_dot_product_attention(q, k, v, options)
 }

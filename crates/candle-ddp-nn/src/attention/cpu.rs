@@ -1,5 +1,5 @@
 //! The loops of attention on the CPU.
-use super::problem::Problem;
+use super::problem::{Document, Problem};
 use crate::gemm::{self, Strides, gemm, is_wide, same};
 use crate::rows::{dot, maximum, sum};
 use candle_core::{DType, Result, WithDType};
@@ -32,7 +32,7 @@ pub(super) fn with_mask<R: WithDType, O>(
     with_slice::<R, _>(mask, |values| work(Some(Mask { values, strides })))
 }
 
-/// A block of queries and a block of keys: the first one and the number of each.
+/// A block of a document's queries and a block of its keys: the first one and the number of each.
 #[derive(Clone, Copy)]
 struct Block {
     /// Sample and head of the queries.
@@ -127,7 +127,8 @@ struct Workspace<F: Element> {
 
 impl<F: Element> Workspace<F> {
     fn new(problem: &Problem, is_backward: bool) -> Self {
-        let block = QUERIES * KEYS.min(problem.keys);
+        let longest = problem.documents.iter().map(|document| document.keys).max().unwrap_or(0);
+        let block = QUERIES * KEYS.min(longest);
         let zeros = |count| vec![F::Real::from_f64(0.0); count];
         Self {
             scores: zeros(block),
@@ -136,6 +137,11 @@ impl<F: Element> Workspace<F> {
             factors: [const { Vec::new() }; 6],
         }
     }
+}
+
+/// Cuts consecutive pieces of these lengths off.
+fn pieces<'a, T>(mut all: &'a mut [T], lengths: impl Iterator<Item = usize>) -> impl Iterator<Item = &'a mut [T]> {
+    lengths.map(move |length| all.split_off_mut(..length).unwrap_or_default())
 }
 
 /// The results, and the normaliser of each query: the logarithm of the sum of its weights, or ∞ where it sees no key.
@@ -159,16 +165,20 @@ fn forward_by<T: Element, F: Element<Real = T::Real>>(
     let Problem { batch, heads, group, queries, keys, size, value_size, .. } = *problem;
     let mut y = vec![T::from_f64(0.0); batch * heads * queries * value_size];
     let mut normalisers = vec![T::Real::from_f64(0.0); batch * heads * queries];
-    let of_heads = y.chunks_exact_mut(queries * value_size).zip(normalisers.chunks_exact_mut(queries));
-    let blocks = of_heads.enumerate().flat_map(|(head, (y, normalisers))| {
+    let lengths = |size| problem.by_head(heads).map(move |(_, document)| document.queries * size);
+    let results = pieces(&mut y, lengths(value_size)).zip(pieces(&mut normalisers, lengths(1)));
+    let blocks = problem.by_head(heads).zip(results).flat_map(|(place, (y, normalisers))| {
         let blocks = y.chunks_mut(QUERIES * value_size).zip(normalisers.chunks_mut(QUERIES));
-        blocks.enumerate().map(move |(block, results)| (head, block * QUERIES, results))
+        blocks.enumerate().map(move |(block, results)| (place, block * QUERIES, results))
     });
-    let work = |workspace: &mut Workspace<F>, (head, query, (y, normalisers)): (_, usize, (&mut [T], &mut [_]))| {
-        let q = &q[(head * queries + query) * size..][..normalisers.len() * size];
-        let (k, v) = (&k[head / group * keys * size..], &v[head / group * keys * value_size..]);
-        let block = Block { sample: head / heads, head: head % heads, query, queries: normalisers.len(), key: 0, keys };
-        forward_block(problem, block, [q, &k[..keys * size], &v[..keys * value_size]], mask, workspace, y, normalisers)
+    let work = |workspace: &mut Workspace<F>, (place, query, results): (_, usize, (&mut [T], &mut [T::Real]))| {
+        let ((head, document), (y, normalisers)): ((usize, Document), _) = (place, results);
+        let (row, key) = (head * queries + document.query + query, head / group * keys + document.key);
+        let (sample, head, count, keys) = (document.sample, head % heads, normalisers.len(), document.keys);
+        let q = &q[row * size..][..count * size];
+        let (k, v) = (&k[key * size..][..keys * size], &v[key * value_size..][..keys * value_size]);
+        let block = Block { sample, head, query, queries: count, key: 0, keys };
+        forward_block(problem, block, [q, k, v], mask, workspace, y, normalisers)
     };
     blocks.collect::<Vec<_>>().into_par_iter().try_each_with(|| Workspace::new(problem, false), work)?;
     Ok((y, normalisers))
@@ -311,8 +321,8 @@ fn backward_by<T: Element, F: Element<Real = T::Real>>(
 ) -> Result<[Vec<T::Real>; 3]> {
     let Problem { batch, heads, group, queries, keys, size, value_size, .. } = *problem;
     let zeros = |count| vec![T::Real::from_f64(0.0); count];
-    let pairs = batch * heads / group;
-    let (mut dk, mut dv) = (zeros(pairs * keys * size), zeros(pairs * keys * value_size));
+    let key_heads = heads / group;
+    let (mut dk, mut dv) = (zeros(batch * key_heads * keys * size), zeros(batch * key_heads * keys * value_size));
     let mut products = zeros(batch * heads * queries);
     products
         .par_iter_mut()
@@ -321,27 +331,43 @@ fn backward_by<T: Element, F: Element<Real = T::Real>>(
         .each(|((product, y), dy)| *product = product_of_rows(y, dy));
     // Keys are cut into parts, each with its own gradient of the queries. The number of parts does not depend on the
     // threads.
-    let blocks = keys.div_ceil(KEYS);
-    let part = blocks.div_ceil(PARTS.div_ceil(pairs)) * KEYS;
-    let parts = keys.div_ceil(part);
-    let dq_len = group * queries * size;
-    let mut dq = zeros(pairs * parts * dq_len);
-    let of_pairs = dk.chunks_exact_mut(keys * size).zip(dv.chunks_exact_mut(keys * value_size));
-    let of_pairs = of_pairs.zip(dq.chunks_exact_mut(parts * dq_len)).enumerate();
-    let tasks = of_pairs.flat_map(|(pair, ((dk, dv), dq))| {
-        let parts = dk.chunks_mut(part * size).zip(dv.chunks_mut(part * value_size)).zip(dq.chunks_exact_mut(dq_len));
-        parts.enumerate().map(move |(index, ((dk, dv), dq))| (pair, index * part, [dq, dk, dv]))
-    });
-    let work = |workspace: &mut Workspace<F>, (pair, key, gradients): (_, _, [&mut [T::Real]; 3])| {
-        let task = BackwardTask { problem, qkv, dy, normalisers, products: &products, mask, pair };
-        task.run(key, gradients, workspace)
+    let count = problem.documents.len() * key_heads;
+    let part_of = |keys: usize| keys.div_ceil(KEYS).div_ceil(PARTS.div_ceil(count)) * KEYS;
+    let parts = problem.documents.iter().map(|document| document.keys.div_ceil(part_of(document.keys))).max();
+    let (dq_len, head_len) = (batch * heads * queries * size, queries * size);
+    let mut dq = zeros(parts.unwrap_or(0) * dq_len);
+    let of_part = |dq| {
+        let lengths = problem.by_head(heads).map(|(_, document)| document.queries * size);
+        let mut places: Vec<_> = problem.by_head(heads).zip(pieces(dq, lengths)).collect();
+        // The heads that share keys come one after the other.
+        places.sort_by_key(|((head, document), _)| (head / group, document.query));
+        places.into_iter().map(|(_, dq)| dq)
     };
-    tasks.collect::<Vec<_>>().into_par_iter().try_each_with(|| Workspace::new(problem, true), work)?;
-    if parts > 1 {
-        let mut total = zeros(pairs * dq_len);
-        total.par_chunks_exact_mut(dq_len).zip(dq.par_chunks_exact(parts * dq_len)).each(|(total, dq)| {
+    let mut of_parts: Vec<_> = dq.chunks_exact_mut(dq_len).map(of_part).collect();
+    let lengths = |size| problem.by_head(key_heads).map(move |(_, document)| document.keys * size);
+    let of_keys = pieces(&mut dk, lengths(size)).zip(pieces(&mut dv, lengths(value_size)));
+    let mut tasks = Vec::new();
+    for ((pair, document), (dk, dv)) in problem.by_head(key_heads).zip(of_keys) {
+        let part = part_of(document.keys);
+        let mut keys = dk.chunks_mut(part * size).zip(dv.chunks_mut(part * value_size)).enumerate();
+        for dq in &mut of_parts {
+            let dq: Vec<_> = dq.by_ref().take(group).collect();
+            if let Some((index, (dk, dv))) = keys.next() {
+                tasks.push(((pair, document), index * part, dq, [dk, dv]));
+            }
+        }
+    }
+    let work = |workspace: &mut Workspace<F>, (place, key, mut dq, of_keys): (_, _, Vec<&mut [_]>, _)| {
+        let (pair, document) = place;
+        let task = BackwardTask { problem, qkv, dy, normalisers, products: &products, mask, pair, document };
+        task.run(key, &mut dq, of_keys, workspace)
+    };
+    tasks.into_par_iter().try_each_with(|| Workspace::new(problem, true), work)?;
+    if dq.len() > dq_len {
+        let mut total = zeros(dq_len);
+        total.par_chunks_exact_mut(head_len).enumerate().each(|(head, total)| {
             for dq in dq.chunks_exact(dq_len) {
-                add(total, dq);
+                add(total, &dq[head * head_len..][..head_len]);
             }
         });
         dq = total;
@@ -349,7 +375,7 @@ fn backward_by<T: Element, F: Element<Real = T::Real>>(
     Ok([dq, dk, dv])
 }
 
-/// The backward pass for one head of keys, and the heads of queries that see it.
+/// The backward pass for a document of one head of keys, and the heads of queries that see it.
 struct BackwardTask<'a, T: Element> {
     problem: &'a Problem,
     qkv: [&'a [T]; 3],
@@ -359,14 +385,16 @@ struct BackwardTask<'a, T: Element> {
     products: &'a [T::Real],
     mask: Option<Mask<'a, T::Real>>,
     pair: usize,
+    document: Document,
 }
 
 impl<T: Element> BackwardTask<'_, T> {
-    /// Adds to the gradients of the queries, and of the keys and values from `first` on.
+    /// Adds to the gradients of each head's queries, and of the keys and values from `first` on.
     fn run<F: Element<Real = T::Real>>(
         &self,
         first: usize,
-        [dq, dk, dv]: [&mut [T::Real]; 3],
+        dq: &mut [&mut [T::Real]],
+        [dk, dv]: [&mut [T::Real]; 2],
         workspace: &mut Workspace<F>,
     ) -> Result<()> {
         let Problem { heads, group, queries, keys, size, value_size, .. } = *self.problem;
@@ -374,13 +402,14 @@ impl<T: Element> BackwardTask<'_, T> {
         let scale = T::Real::from_f64(self.problem.scale);
         let (by_key, by_value) = (Strides::rows(size), Strides::rows(value_size));
         let [q, k, v] = self.qkv;
-        let (k, v) = (&k[self.pair * keys * size..], &v[self.pair * keys * value_size..]);
+        let start = self.pair * keys + self.document.key;
+        let (k, v) = (&k[start * size..], &v[start * value_size..]);
         let key_blocks = dk.chunks_mut(KEYS * size).zip(dv.chunks_mut(KEYS * value_size)).enumerate();
         for (key_block, (dk, dv)) in key_blocks {
             let (key, count) = (first + key_block * KEYS, dk.len() / size);
             let k = factors(&k[key * size..][..count * size], of_k);
             let v = factors(&v[key * value_size..][..count * value_size], of_v);
-            for (member, dq) in dq.chunks_exact_mut(queries * size).enumerate() {
+            for (member, dq) in dq.iter_mut().enumerate() {
                 let head = self.pair * group + member;
                 for (query_block, dq) in dq.chunks_mut(QUERIES * size).enumerate() {
                     let (query, rows) = (query_block * QUERIES, dq.len() / size);
@@ -391,7 +420,7 @@ impl<T: Element> BackwardTask<'_, T> {
                     if count == 0 {
                         continue;
                     }
-                    let row = head * queries + query;
+                    let row = head * queries + self.document.query + query;
                     let q = &q[row * size..][..rows * size];
                     let (scaled_q, left) = scaled(q, self.problem.scale, scaled_q);
                     let q = factors(q, of_q);

@@ -1,7 +1,8 @@
 //! Attention on CUDA: products by cuBLAS, and kernels between them, for as many rows at a time as fit into the
 //! workspace. Neighbouring heads of queries that share keys and values form one matrix with group × queries rows.
-use super::problem::Problem;
-use candle_core::{CudaDevice, DType, Result, Tensor};
+use super::problem::{Document, Problem};
+use candle_core::backend::BackendStorage;
+use candle_core::{CudaDevice, DType, Result, Storage, Tensor};
 use candle_ddp_tensor::accumulator;
 use candle_ddp_tensor::function::{Function, apply};
 use candle_ddp_tensor::kernels::{
@@ -19,6 +20,12 @@ const WORKSPACE: usize = 64 << 20;
 pub(super) fn attention([q, k, v]: [&Tensor; 3], problem: Problem) -> Result<Tensor> {
     supported(q.dtype(), APART)?;
     let qkv = [q, k, v].map(Tensor::detach);
+    if problem.is_packed() {
+        let (y, documents) = Documents::forward(problem, qkv)?;
+        let (storage, layout) = y.storage_and_layout();
+        let Storage::Cuda(storage) = &*storage else { candle_core::bail!("attention's result is not on the GPU") };
+        return apply(&[q, k, v], (Storage::Cuda(storage.try_clone(layout)?), y.shape().clone()), documents);
+    }
     let (y, normalisers) = Attention::of(&problem, q)?.forward(&qkv)?;
     apply(&[q, k, v], y.into_result(), Backward { problem, qkv, normalisers })
 }
@@ -37,6 +44,64 @@ impl Function for Backward {
 
     fn backward(&self, dy: &Tensor, _: &[bool]) -> Result<Vec<Option<Tensor>>> {
         gradients(&self.problem, &self.qkv, &self.normalisers, dy)
+    }
+}
+
+/// Documents that share rows, computed one after the other.
+struct Documents {
+    problem: Problem,
+    qkv: [Tensor; 3],
+    /// Of each document.
+    normalisers: Vec<Output>,
+}
+
+impl Documents {
+    /// The result, and what the backward pass needs.
+    fn forward(problem: Problem, qkv: [Tensor; 3]) -> Result<(Tensor, Self)> {
+        let y = Tensor::zeros(problem.output_shape(), qkv[0].dtype(), qkv[0].device())?;
+        let mut normalisers = Vec::with_capacity(problem.documents.len());
+        for document in &problem.documents {
+            let (alone, parts) = (problem.alone(document), Self::parts(&qkv, document)?);
+            let (part, of_document) = Attention::of(&alone, &parts[0])?.forward(&parts)?;
+            Self::set(&y, document, part)?;
+            normalisers.push(of_document);
+        }
+        Ok((y, Self { problem, qkv, normalisers }))
+    }
+
+    /// The tokens of a document, which has as many queries as keys.
+    fn parts<const N: usize>(tensors: &[Tensor; N], document: &Document) -> Result<[Tensor; N]> {
+        let Document { sample, query, queries, .. } = *document;
+        let mut parts = tensors.clone();
+        for part in &mut parts {
+            *part = part.narrow(0, sample, 1)?.narrow(2, query, queries)?.contiguous()?;
+        }
+        Ok(parts)
+    }
+
+    fn set(whole: &Tensor, document: &Document, part: Output) -> Result<()> {
+        let part = part.into_tensor().to_dtype(whole.dtype())?;
+        whole.narrow(0, document.sample, 1)?.slice_set(&part, 2, document.query)
+    }
+}
+
+impl Function for Documents {
+    fn name(&self) -> &'static str {
+        APART
+    }
+
+    fn backward(&self, dy: &Tensor, _: &[bool]) -> Result<Vec<Option<Tensor>>> {
+        let Self { problem, qkv, normalisers } = self;
+        let zeros = qkv.iter().map(|t| Tensor::zeros(t.shape(), dy.dtype(), dy.device()));
+        let gradients = zeros.collect::<Result<Vec<_>>>()?;
+        for (document, normalisers) in problem.documents.iter().zip(normalisers) {
+            let (alone, [dy]) = (problem.alone(document), Self::parts(&[dy.clone()], document)?);
+            let of_document = Attention::of(&alone, &dy)?.backward(&Self::parts(qkv, document)?, normalisers, &dy)?;
+            for (gradient, part) in gradients.iter().zip(of_document) {
+                Self::set(gradient, document, part)?;
+            }
+        }
+        Ok(gradients.into_iter().map(Some).collect())
     }
 }
 

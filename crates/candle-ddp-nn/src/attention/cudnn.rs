@@ -46,7 +46,8 @@ fn whole(inputs: &[&Tensor], problem: Problem) -> Result<std::result::Result<Ten
     let (key_heads, is_packed) = (heads / group, inputs.len() == 1);
     let side_by_side = is_packed.then_some(heads);
     let shape = AttendShape { batch, heads, key_heads, queries, keys, size, value_size, is_causal, side_by_side };
-    if problem.mask.is_some() || !kernels::may_attend(dtype, &shape)? {
+    // A plan belongs to one length, and documents have many.
+    if problem.mask.is_some() || problem.is_packed() || !kernels::may_attend(dtype, &shape)? {
         return Ok(Err(problem));
     }
     let y = match is_packed {

@@ -42,7 +42,7 @@ pub fn flash_attn<T: WithDType + Float>(
         AttnMask::Mask(mask) => (Some(mask), false),
     };
     let [q, k, v] = [q.transpose(1, 2)?, k.transpose(1, 2)?, v.transpose(1, 2)?];
-    let options = AttentionOptions { mask, is_causal, scale: Some(f64::from(softmax_scale)) };
+    let options = AttentionOptions { mask, is_causal, scale: Some(f64::from(softmax_scale)), cu_seq: None };
     scaled_dot_product_attention(&q, &k, &v, options)
 }
 

@@ -21,7 +21,8 @@ pub use packed::scaled_dot_product_attention_qkvpacked;
 pub use problem::AttentionOptions;
 use problem::Problem;
 
-/// softmax(q kᵀ × scale + mask) v: `torch.nn.functional.scaled_dot_product_attention`, without its dropout.
+/// softmax(q kᵀ × scale + mask) v: `torch.nn.functional.scaled_dot_product_attention`, without its dropout, and with
+/// [`cu_seq`](AttentionOptions::cu_seq) `torch.nn.attention.varlen.varlen_attn`, for documents that share rows.
 ///
 /// `q` has the shape (B, H, Tq, D), `k` (B, H′, Tk, D) and `v` (B, H′, Tk, E); the result has the shape (B, H, Tq,
 /// E). H is a multiple of H′: neighbouring heads of queries share keys and values, as with PyTorch's `enable_gqa`.
@@ -32,7 +33,7 @@ use problem::Problem;
 /// Only a block of the weights is in memory at a time, and one number per query is kept for the backward pass. The
 /// block has 128 × 256 weights for each thread on the CPU. On CUDA, blocks need at most 64 MiB, or the memory of a
 /// single query, and the backward pass in f16 and bf16 also needs the gradients of keys and values in f32. With the feature
-/// `cudnn`, cuDNN does this where it can, without a mask in f16 and bf16; its backward pass needs two bytes for each weight.
+/// `cudnn`, cuDNN does this where it can, without a mask or documents in f16 and bf16; its backward pass needs two bytes for each weight.
 ///
 /// ```
 /// # use candle_core::{Device, Result, Tensor};
@@ -50,8 +51,8 @@ use problem::Problem;
 ///
 /// # Errors
 /// [`Error::Base`](candle_ddp_tensor::Error::Base), carried by candle's error, for shapes,
-/// dtypes and devices that do not fit each other, a mask together with `is_causal`, and a mask that requires a
-/// gradient; [`Error::UnsupportedDType`](candle_ddp_tensor::Error::UnsupportedDType).
+/// dtypes and devices that do not fit each other, a mask together with `is_causal` or `cu_seq`, a mask that requires a
+/// gradient, and a `cu_seq` of another dtype, with negative lengths, or that does not fit the rows; [`Error::UnsupportedDType`](candle_ddp_tensor::Error::UnsupportedDType).
 pub fn scaled_dot_product_attention(q: &Tensor, k: &Tensor, v: &Tensor, options: AttentionOptions) -> Result<Tensor> {
     if let Some(casts) = Casts::of_product([q, k, v])? {
         let y = scaled_dot_product_attention(&casts.of(q)?, &casts.of(k)?, &casts.of(v)?, options)?;
@@ -191,7 +192,7 @@ mod tests {
                 ] {
                     let is_causal = name == "causal";
                     let options =
-                        AttentionOptions { mask: mask.clone().filter(|_| !is_causal), is_causal, scale: None };
+                        AttentionOptions { mask: mask.clone().filter(|_| !is_causal), is_causal, ..Default::default() };
                     let together = scaled_dot_product_attention(&q, &k, &v, options).unwrap();
                     let [reversed_k, reversed_v] = [&k, &v].map(|t| reversed(t, 2));
                     let part = |start: usize| {

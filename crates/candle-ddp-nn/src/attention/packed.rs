@@ -41,10 +41,11 @@ pub fn scaled_dot_product_attention_qkvpacked(qkv: &Tensor, heads: usize, option
         let parts = qkv.reshape(shape)?.permute((2, 0, 3, 1, 4))?.contiguous()?;
         Ok::<_, candle_core::Error>([parts.get(0)?, parts.get(1)?, parts.get(2)?])
     };
-    if qkv.device().is_cuda() && batch * tokens > 0 {
+    let is_cuda = qkv.device().is_cuda();
+    if is_cuda && batch * tokens > 0 && options.cu_seq.is_none() {
         return cudnn::packed(qkv, heads, &options);
     }
-    if batch * tokens == 0 {
+    if is_cuda || batch * tokens == 0 {
         let [q, k, v] = parts(qkv)?;
         let y = scaled_dot_product_attention(&q, &k, &v, options)?;
         return y.transpose(1, 2)?.reshape((batch, tokens, heads * size));
@@ -134,11 +135,17 @@ mod tests {
     fn packed_is_the_same_as_apart() {
         let (batch, tokens, heads, size) = (2, 5, 3, 4);
         let seen = Tensor::from_vec((0..25).map(|i| u8::from(i % 3 != 1)).collect(), (5, 5), &Device::Cpu).unwrap();
-        let options = [(None, true, None), (None, false, Some(0.7)), (Some(seen), false, None)];
-        for (dtype, (mask, is_causal, scale)) in
+        let cu_seq = Tensor::new(&[0u32, 1, 1, 5, 10], &Device::Cpu).unwrap();
+        let options = [
+            (None, true, None, None),
+            (None, false, Some(0.7), None),
+            (Some(seen), false, None, None),
+            (None, true, None, Some(cu_seq)),
+        ];
+        for (dtype, (mask, is_causal, scale, cu_seq)) in
             [DType::F64, DType::F32, DType::BF16].into_iter().flat_map(|dtype| options.clone().map(|o| (dtype, o)))
         {
-            let options = AttentionOptions { mask, is_causal, scale };
+            let options = AttentionOptions { mask, is_causal, scale, cu_seq };
             let values = |width: usize, step: f64| {
                 let values: Vec<f64> = (0..batch * tokens * width).map(|i| (i as f64 * step).sin()).collect();
                 Tensor::from_vec(values, (batch, tokens, width), &Device::Cpu).unwrap().to_dtype(dtype).unwrap()

@@ -105,7 +105,7 @@ fn bad_inputs_of_attention_are_refused() {
     refused(attend([&[1, 3, 3, 4], all[1], all[2]], Default::default()), "a multiple of H′");
     refused(attend([all[0], all[1], &[1, 2, 4, 4]], Default::default()), "f32[1, 2, 4, 4]");
     refused(attend([&[2, 3, 4], all[1], all[2]], Default::default()), "f32[2, 3, 4]");
-    let with = |mask, is_causal| attend(all, AttentionOptions { mask, is_causal, scale: None });
+    let with = |mask, is_causal| attend(all, AttentionOptions { mask, is_causal, ..Default::default() });
     refused(with(mask(&[3, 5]), true), "is_causal");
     refused(with(mask(&[3, 4]), false), "broadcast to [1, 2, 3, 5]");
     let wants = Var::from_tensor(&tensor(&[3, 5], 1)).unwrap().as_tensor().clone();

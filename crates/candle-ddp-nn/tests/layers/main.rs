@@ -4,6 +4,7 @@ mod autocast;
 mod bf16;
 mod candle_gradients;
 mod conv;
+mod documents;
 mod dropout;
 mod functions;
 mod lora;

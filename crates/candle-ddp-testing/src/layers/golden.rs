@@ -5,7 +5,7 @@ use candle_ddp_nn::{MemoryFormat, to_memory_format};
 use std::collections::{BTreeMap, HashMap};
 
 /// The parameters of a case, by name.
-pub(crate) struct Parameters(HashMap<String, String>);
+pub(crate) struct Parameters(pub(crate) HashMap<String, String>);
 
 impl Parameters {
     pub(crate) fn text(&self, name: &str) -> &str {

@@ -148,7 +148,10 @@ pub fn attention_matches_pytorch(device: &Device) {
             _ => None,
         };
         let scale = case.text("scale").parse().ok();
-        let options = AttentionOptions { mask, is_causal: case.flag("causal"), scale };
+        let documents = case.0.contains_key("cu_seq").then(|| case.numbers("cu_seq"));
+        let cu_seq =
+            documents.map(|ends| Tensor::from_iter(ends.into_iter().map(|end| end as u32), device)).transpose()?;
+        let options = AttentionOptions { mask, is_causal: case.flag("causal"), scale, cu_seq };
         scaled_dot_product_attention(&qkv[0], &qkv[1], &qkv[2], options)
     });
 }
