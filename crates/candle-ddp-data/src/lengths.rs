@@ -1,7 +1,9 @@
-//! Batches of samples of similar length, with as many tokens each.
+//! Batches of samples of similar length, or of samples that share a row, with as many tokens each.
 use super::order::{generator, shuffle};
 use super::{EpochOrder, Order};
+use candle_ddp_state::seed::Generator;
 use candle_ddp_state::{Error, Result};
+use std::cmp::Reverse;
 use std::fmt;
 use std::sync::Arc;
 
@@ -30,6 +32,8 @@ impl Default for LengthOptions {
 /// as fit into `max_tokens`; so if a loss is a mean over samples or tokens, small batches weigh as much as large ones.
 /// `Backward::count` is the mean over all of a step's samples or tokens.
 ///
+/// Where samples can share a row, as the documents of a language model can, [`packed`](Self::packed) needs no padding at all.
+///
 /// ```
 /// use candle_ddp::data::{DataLoader, LengthBatches, LoaderOptions};
 ///
@@ -51,7 +55,14 @@ impl Default for LengthOptions {
 pub struct LengthBatches {
     lengths: Arc<[u32]>,
     max_tokens: usize,
-    options: LengthOptions,
+    kind: Kind,
+}
+
+#[derive(Debug, Clone, Copy)]
+enum Kind {
+    Similar(LengthOptions),
+    /// With a window of so many batches.
+    Packed(usize),
 }
 
 impl LengthBatches {
@@ -81,6 +92,43 @@ impl LengthBatches {
             let reason = format!("it must be a finite number that is not negative, not {noise}");
             return Err(Error::invalid("noise", reason));
         }
+        Self::checked(lengths, max_tokens, Kind::Similar(options))
+    }
+
+    /// Batches of samples that share one row of at most `max_tokens` tokens, as [`pack`](super::pack()) puts them there: the sum of their
+    /// lengths is at most `max_tokens`, and close to it.
+    ///
+    /// Each epoch shuffles the samples, and takes as many as have the tokens of `window` batches at a time. From the longest to the
+    /// shortest, each goes into the first row of the window that has room for it; the emptiest row waits for the next window. With more
+    /// batches in a window, fewer tokens of a row remain free; with 32, it is less than a hundredth, unless most samples are long. With 1, rows have
+    /// the samples in the order of the shuffle.
+    ///
+    /// ```
+    /// use candle_ddp::data::{DataLoader, LengthBatches, LoaderOptions, pack};
+    ///
+    /// let documents: Vec<Vec<u32>> = (0..1000).map(|i| vec![7; 5 + i * i % 97]).collect();
+    /// let order = LengthBatches::packed(documents.iter().map(Vec::len), 512, 32)?;
+    /// # candle_ddp::spawn(2, |pg| {
+    /// # let (documents, order) = (documents.clone(), order.clone());
+    /// let find = move |batch: Vec<usize>| pack(batch.iter().map(|i| documents[*i].as_slice()));
+    /// for row in &DataLoader::with_order(0..1000, order, &pg, LoaderOptions::default(), find)? {
+    ///     assert!(row?.tokens.elem_count() <= 512);
+    /// }
+    /// # Ok(())
+    /// # })?;
+    /// # Ok::<(), candle_ddp::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// Those of [`new`](Self::new), and [`Error::InvalidArgument`] if `window` is 0.
+    pub fn packed(lengths: impl IntoIterator<Item = usize>, max_tokens: usize, window: usize) -> Result<Self> {
+        if window == 0 {
+            return Err(Error::invalid("window", "it must be at least 1 batch, not 0"));
+        }
+        Self::checked(lengths, max_tokens, Kind::Packed(window))
+    }
+
+    fn checked(lengths: impl IntoIterator<Item = usize>, max_tokens: usize, kind: Kind) -> Result<Self> {
         let checked = |(index, length): (usize, usize)| match u32::try_from(length) {
             Ok(fitting) if length > 0 && length <= max_tokens => Ok(fitting),
             _ => {
@@ -95,19 +143,12 @@ impl LengthBatches {
         if lengths.is_empty() {
             return Err(Error::invalid("lengths", "there must be at least one sample"));
         }
-        Ok(Self { lengths, max_tokens, options })
-    }
-}
-
-impl Order for LengthBatches {
-    fn dataset_len(&self) -> usize {
-        self.lengths.len()
+        Ok(Self { lengths, max_tokens, kind })
     }
 
-    fn epoch_order(&self, seed: u64, epoch: u64) -> Result<EpochOrder> {
-        let mut random = generator(*b"lengths!", seed, epoch);
+    fn similar(&self, options: LengthOptions, random: &mut Generator) -> Vec<Vec<usize>> {
         let key = |(index, length): (usize, &u32)| {
-            let factor = 1. + self.options.noise * random.uniform(0., 1.);
+            let factor = 1. + options.noise * random.uniform(0., 1.);
             // The random bits decide between equal lengths, as chance and not as the index does.
             (f64::from(*length) * factor, random.next_u64(), index)
         };
@@ -118,7 +159,7 @@ impl Order for LengthBatches {
         for (_, _, index) in sorted {
             let length = self.lengths[index] as usize;
             let tokens = longest.max(length).saturating_mul(batch.len() + 1);
-            if !batch.is_empty() && (tokens > self.max_tokens || batch.len() == self.options.max_samples) {
+            if !batch.is_empty() && (tokens > self.max_tokens || batch.len() == options.max_samples) {
                 batches.push(std::mem::take(&mut batch));
                 longest = 0;
             }
@@ -126,6 +167,61 @@ impl Order for LengthBatches {
             batch.push(index);
         }
         batches.push(batch);
+        batches
+    }
+
+    fn rows(&self, window: usize, random: &mut Generator) -> Vec<Vec<usize>> {
+        let mut samples: Vec<usize> = (0..self.lengths.len()).collect();
+        shuffle(&mut samples, random);
+        let room = self.max_tokens.saturating_mul(window);
+        let (mut rows, mut waiting, mut tokens) = (Vec::new(), Vec::new(), 0usize);
+        for index in samples {
+            let length = self.lengths[index] as usize;
+            if !waiting.is_empty() && tokens.saturating_add(length) > room {
+                let mut full = self.first_fit(std::mem::take(&mut waiting));
+                tokens = 0;
+                if let Some(emptiest) = (0..full.len()).skip(1).max_by_key(|row| full[*row].0) {
+                    let (free, row) = full.swap_remove(emptiest);
+                    (waiting, tokens) = (row, self.max_tokens - free);
+                }
+                rows.extend(full);
+            }
+            waiting.push(index);
+            tokens = tokens.saturating_add(length);
+        }
+        rows.extend(self.first_fit(waiting));
+        rows.into_iter().map(|(_, row)| row).collect()
+    }
+
+    /// Rows of these samples, and how many tokens are free in each.
+    fn first_fit(&self, mut samples: Vec<usize>) -> Vec<(usize, Vec<usize>)> {
+        samples.sort_by_key(|index| Reverse(self.lengths[*index]));
+        let mut rows: Vec<(usize, Vec<usize>)> = Vec::new();
+        for index in samples {
+            let length = self.lengths[index] as usize;
+            match rows.iter_mut().find(|(free, _)| *free >= length) {
+                Some((free, row)) => {
+                    *free -= length;
+                    row.push(index);
+                }
+                None => rows.push((self.max_tokens - length, vec![index])),
+            }
+        }
+        rows
+    }
+}
+
+impl Order for LengthBatches {
+    fn dataset_len(&self) -> usize {
+        self.lengths.len()
+    }
+
+    fn epoch_order(&self, seed: u64, epoch: u64) -> Result<EpochOrder> {
+        let mut random = generator(*b"lengths!", seed, epoch);
+        let mut batches = match self.kind {
+            Kind::Similar(options) => self.similar(options, &mut random),
+            Kind::Packed(window) => self.rows(window, &mut random),
+        };
         shuffle(&mut batches, &mut random);
         Ok(EpochOrder::of_batches(batches))
     }
@@ -136,7 +232,7 @@ impl fmt::Debug for LengthBatches {
         f.debug_struct("LengthBatches")
             .field("samples", &self.lengths.len())
             .field("max_tokens", &self.max_tokens)
-            .field("options", &self.options)
+            .field("kind", &self.kind)
             .finish_non_exhaustive()
     }
 }

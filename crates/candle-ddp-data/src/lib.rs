@@ -17,6 +17,7 @@ mod options;
 mod order;
 #[doc(hidden)]
 pub mod origin;
+mod pack;
 mod randperm;
 mod recipe;
 mod sampler;
@@ -41,6 +42,7 @@ pub use loader::DataLoader;
 pub use micro_batch::MicroBatch;
 pub use options::{LoaderOptions, Remainder, SamplerOptions};
 pub use order::{EpochOrder, Order};
+pub use pack::{Packed, pack};
 pub use randperm::randperm;
 pub use sampler::DistributedSampler;
 pub use state::LoaderState;

@@ -62,11 +62,6 @@ impl<B: Batch + Clone> TensorDataset<B> {
         }
         Ok(Self { tensors: Arc::new(tensors), len, on_gpu })
     }
-
-    /// All rows.
-    pub fn tensors(&self) -> &B {
-        &self.tensors
-    }
 }
 
 impl<B: Batch + Clone + Send + Sync> Dataset for TensorDataset<B> {
