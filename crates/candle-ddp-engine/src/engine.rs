@@ -223,7 +223,8 @@ impl Engine {
     /// The queue of the calls of `channel`.
     ///
     /// # Errors
-    /// Returns [`Error::RankOutOfRange`] for a peer that does not exist, and [`Error::InvalidArgument`] for this rank itself.
+    /// Returns [`Error::RankOutOfRange`] for a peer that does not exist, and
+    /// [`InvalidArgument`](candle_ddp_base::Error::InvalidArgument) for this rank itself.
     #[inline]
     pub fn queue(&self, channel: Channel) -> Result<&WorkQueue> {
         if let Channel::SendTo(peer) | Channel::RecvFrom(peer) = channel {

@@ -86,7 +86,7 @@ thread_local! {
 /// ```
 ///
 /// # Errors
-/// A function that casts returns [`Error::InvalidArgument`], carried by candle's error, if the dtype is neither f16 nor bf16.
+/// A function that casts returns [`InvalidArgument`](Error::Base), carried by candle's error, if the dtype is neither f16 nor bf16.
 pub fn autocast<T>(mode: impl Into<Autocast>, f: impl FnOnce() -> T) -> T {
     set_autocast(Some(mode.into()), f)
 }

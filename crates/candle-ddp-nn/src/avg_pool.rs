@@ -41,7 +41,7 @@ impl Default for AvgPool2dOptions {
 /// ```
 ///
 /// # Errors
-/// [`Error::Base`](candle_ddp_tensor::Error::Base), carried by candle's error, for another rank, an empty
+/// [`InvalidArgument`](candle_ddp_tensor::Error::Base), carried by candle's error, for another rank, an empty
 /// plane, a kernel or stride of 0, padding of more than half a window, and windows larger than the padded input;
 /// [`Error::UnsupportedDType`](candle_ddp_tensor::Error::UnsupportedDType).
 pub fn avg_pool2d(x: &Tensor, kernel: impl ToUsize2, options: AvgPool2dOptions) -> Result<Tensor> {
@@ -71,7 +71,7 @@ pub fn avg_pool2d(x: &Tensor, kernel: impl ToUsize2, options: AvgPool2dOptions) 
 /// and the width `size.1`.
 ///
 /// # Errors
-/// [`Error::Base`](candle_ddp_tensor::Error::Base), carried by candle's error, for another rank, an empty
+/// [`InvalidArgument`](candle_ddp_tensor::Error::Base), carried by candle's error, for another rank, an empty
 /// plane and a size of 0; [`Error::UnsupportedDType`](candle_ddp_tensor::Error::UnsupportedDType).
 pub fn adaptive_avg_pool2d(x: &Tensor, size: impl ToUsize2) -> Result<Tensor> {
     let (height, width) = plane(x, "the input of adaptive_avg_pool2d")?;

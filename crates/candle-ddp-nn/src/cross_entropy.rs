@@ -49,7 +49,7 @@ pub fn cross_entropy(logits: &Tensor, targets: &Tensor) -> Result<Tensor> {
 /// `ignore_index`. If all targets are ignored, the mean is NaN and the gradient zero.
 ///
 /// # Errors
-/// [`Error::InvalidArgument`], carried by candle's error, for shapes that do not fit, targets of another dtype or out
+/// [`InvalidArgument`](Error::Base), carried by candle's error, for shapes that do not fit, targets of another dtype or out
 /// of range, a `label_smoothing` outside 0 to 1, and class weights that require a gradient, as in PyTorch;
 /// [`Error::UnsupportedDType`]. On a GPU, where a check would force
 /// a synchronisation, targets out of range make the loss NaN instead.

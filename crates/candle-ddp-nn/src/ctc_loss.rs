@@ -58,7 +58,7 @@ impl Default for CtcLossOptions {
 /// ```
 ///
 /// # Errors
-/// [`Error::InvalidArgument`], carried by candle's error, for shapes and lengths that do not fit, targets of another dtype, which are no
+/// [`InvalidArgument`](Error::Base), carried by candle's error, for shapes and lengths that do not fit, targets of another dtype, which are no
 /// classes, or are the blank; [`Error::UnsupportedDType`].
 pub fn ctc_loss(
     log_probs: &Tensor,

@@ -26,7 +26,7 @@ const DROPPED: usize = 4;
 /// It is the same on the CPU and on a GPU, where the kernel computes it.
 ///
 /// # Errors
-/// [`Error::InvalidArgument`], carried by candle's error, for a `p` that is not `0 <= p < 1`;
+/// [`InvalidArgument`](Error::Base), carried by candle's error, for a `p` that is not `0 <= p < 1`;
 /// [`Error::UnsupportedDType`].
 pub fn dropout(x: &Tensor, p: f32, generator: &mut Generator) -> Result<Tensor> {
     if !(0.0..1.0).contains(&p) {

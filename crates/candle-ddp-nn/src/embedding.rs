@@ -61,7 +61,7 @@ impl Embedding {
 }
 
 /// `indices` have the dtype u32, i64 or u8 and any shape, to which the result adds a dimension of `hidden_size`. An
-/// index outside the table is [`Error::InvalidArgument`] on the CPU; on a GPU, where a check would force a
+/// index outside the table is [`InvalidArgument`](Error::Base) on the CPU; on a GPU, where a check would force a
 /// synchronisation, its vector is NaN.
 impl Module for Embedding {
     fn forward(&self, indices: &Tensor) -> Result<Tensor> {

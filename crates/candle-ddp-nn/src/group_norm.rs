@@ -34,7 +34,7 @@ impl GroupNorm {
     /// A layer with these parameters, each of shape (`num_channels`).
     ///
     /// # Errors
-    /// [`Error::Base`](candle_ddp_tensor::Error::Base), carried by candle's error, if `num_groups` is 0 or does not
+    /// [`InvalidArgument`](candle_ddp_tensor::Error::Base), carried by candle's error, if `num_groups` is 0 or does not
     /// divide `num_channels`, for parameters of another shape, and for a negative `eps`.
     pub fn new(weight: Tensor, bias: Tensor, num_channels: usize, num_groups: usize, eps: f64) -> Result<Self> {
         Ok(Self { groups: Groups::new(Some((weight, bias)), num_channels, num_groups, eps)? })
@@ -43,7 +43,7 @@ impl GroupNorm {
 
 impl Module for GroupNorm {
     /// # Errors
-    /// [`Error::Base`](candle_ddp_tensor::Error::Base), carried by candle's error, for an input without channels or
+    /// [`InvalidArgument`](candle_ddp_tensor::Error::Base), carried by candle's error, for an input without channels or
     /// with another number of channels.
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
         self.groups.forward(&wide(x)?, "the input of GroupNorm")

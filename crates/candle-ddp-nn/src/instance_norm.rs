@@ -53,7 +53,7 @@ impl InstanceNorm {
     /// A layer with these parameters, if there are any, each of shape (`num_features`).
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`], carried by candle's error, for parameters of another shape, and for a negative `eps`.
+    /// [`InvalidArgument`](Error::Base), carried by candle's error, for parameters of another shape, and for a negative `eps`.
     pub fn new(num_features: usize, weight_and_bias: Option<(Tensor, Tensor)>, eps: f64) -> Result<Self> {
         Ok(Self { groups: Groups::new(weight_and_bias, num_features, num_features.max(1), eps)? })
     }
@@ -61,7 +61,7 @@ impl InstanceNorm {
 
 impl Module for InstanceNorm {
     /// # Errors
-    /// [`Error::InvalidArgument`], carried by candle's error, for an input with another number of channels, or with a single number in
+    /// [`InvalidArgument`](Error::Base), carried by candle's error, for an input with another number of channels, or with a single number in
     /// each channel, which has no variance.
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
         const INPUT: &str = "the input of InstanceNorm";

@@ -38,7 +38,7 @@ pub enum InterpolateMode {
 /// ```
 ///
 /// # Errors
-/// [`Error::Base`](candle_ddp_tensor::Error::Base), carried by candle's error, for another rank, an empty
+/// [`InvalidArgument`](candle_ddp_tensor::Error::Base), carried by candle's error, for another rank, an empty
 /// plane and a size of 0; [`Error::UnsupportedDType`](candle_ddp_tensor::Error::UnsupportedDType).
 pub fn interpolate(x: &Tensor, size: impl ToUsize2, mode: InterpolateMode) -> Result<Tensor> {
     let (height, width) = plane(x, "the input of interpolate")?;

@@ -58,7 +58,7 @@ pub fn linear_cross_entropy(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, 
 /// ```
 ///
 /// # Errors
-/// [`Error::InvalidArgument`], carried by candle's error, for shapes, dtypes or devices that do not fit, a `batch_chunk_size` of 0, and
+/// [`InvalidArgument`](Error::Base), carried by candle's error, for shapes, dtypes or devices that do not fit, a `batch_chunk_size` of 0, and
 /// the targets and options that [`cross_entropy_with`](crate::cross_entropy_with) refuses; [`Error::UnsupportedDType`]. As there, targets
 /// out of range make the loss NaN on a GPU.
 pub fn linear_cross_entropy_with(

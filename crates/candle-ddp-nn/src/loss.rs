@@ -23,7 +23,7 @@ pub fn mse(input: &Tensor, target: &Tensor) -> Result<Tensor> {
 /// The mean of the negative log-probabilities `input`, (N, C), of the classes `target`, (N): `torch.nn.functional.nll_loss`.
 ///
 /// # Errors
-/// [`Error::InvalidArgument`], carried by candle's error, for targets that are no integers; candle's, for tensors of other shapes.
+/// [`InvalidArgument`](Error::Base), carried by candle's error, for targets that are no integers; candle's, for tensors of other shapes.
 pub fn nll(input: &Tensor, target: &Tensor) -> Result<Tensor> {
     if !matches!(target.dtype(), DType::U8 | DType::U32 | DType::I64) {
         let reason = format!("its dtype must be u32, i64 or u8, not {}", target.dtype().as_str());

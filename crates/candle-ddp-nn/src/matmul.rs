@@ -29,7 +29,7 @@ use rayon::prelude::*;
 /// ```
 ///
 /// # Errors
-/// Returns [`Error::InvalidArgument`], carried by candle's error, for shapes that do not fit, two dtypes or devices, and dtypes that
+/// Returns [`InvalidArgument`](Error::Base), carried by candle's error, for shapes that do not fit, two dtypes or devices, and dtypes that
 /// are not floating-point.
 pub fn matmul(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     let Some(casts) = Casts::of_product([a, b])? else { return product_of(a, (b, b.dtype())) };

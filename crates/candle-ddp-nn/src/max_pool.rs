@@ -46,7 +46,7 @@ pub struct MaxPool2dOptions {
 /// ```
 ///
 /// # Errors
-/// [`Error::Base`](candle_ddp_tensor::Error::Base), carried by candle's error, for another rank, an empty
+/// [`InvalidArgument`](candle_ddp_tensor::Error::Base), carried by candle's error, for another rank, an empty
 /// plane, a kernel or stride of 0, padding of more than half a window, and windows larger than the padded input;
 /// [`Error::UnsupportedDType`](candle_ddp_tensor::Error::UnsupportedDType).
 pub fn max_pool2d(x: &Tensor, kernel: impl ToUsize2, options: MaxPool2dOptions) -> Result<Tensor> {

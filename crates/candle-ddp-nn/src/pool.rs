@@ -31,7 +31,7 @@ impl Windows {
 /// The windows over `size` inputs, placed as in PyTorch.
 ///
 /// # Errors
-/// [`Error::InvalidArgument`] for a kernel or stride of 0, padding of more than half a window, and an input in which
+/// [`InvalidArgument`](Error::Base) for a kernel or stride of 0, padding of more than half a window, and an input in which
 /// no window fits.
 pub(super) fn windows(size: usize, kernel: usize, stride: usize, padding: usize, ceil_mode: bool) -> Result<Windows> {
     let invalid = |argument, reason: String| Err(Error::invalid(argument, reason).into());

@@ -69,7 +69,7 @@ impl Axis {
 /// The planes of an input: (C, H, W) or (N, C, H, W).
 ///
 /// # Errors
-/// [`Error::InvalidArgument`] for another rank, and for planes without elements.
+/// [`InvalidArgument`](Error::Base) for another rank, and for planes without elements.
 pub(super) fn plane(x: &Tensor, argument: &'static str) -> Result<(usize, usize)> {
     let is = candle_ddp_tensor::error::describe(x.dtype(), x.shape());
     match *x.dims() {

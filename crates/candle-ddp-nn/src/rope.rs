@@ -38,7 +38,7 @@ const BLOCK_ELEMENTS: usize = 1 << 14;
 /// ```
 ///
 /// # Errors
-/// [`Error::InvalidArgument`], carried by candle's error, for shapes and dtypes that do not fit;
+/// [`InvalidArgument`](Error::Base), carried by candle's error, for shapes and dtypes that do not fit;
 /// [`Error::UnsupportedDType`].
 pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
     apply(x, cos, sin, Kind::Halves)

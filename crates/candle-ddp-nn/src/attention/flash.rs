@@ -11,7 +11,7 @@ use num_traits::Float;
 /// Attention with ALiBi (`max_bias`) or a soft limit of the scores (`softcap`) is candle's, which has no backward pass.
 ///
 /// # Errors
-/// As with [`scaled_dot_product_attention`]; [`Error::InvalidArgument`], carried by candle's error, for `max_bias` or
+/// As with [`scaled_dot_product_attention`]; [`InvalidArgument`](Error::Base), carried by candle's error, for `max_bias` or
 /// `softcap` if an input requires a gradient.
 pub fn flash_attn<T: WithDType + Float>(
     q: &Tensor,

@@ -50,7 +50,7 @@ use problem::Problem;
 /// ```
 ///
 /// # Errors
-/// [`Error::Base`](candle_ddp_tensor::Error::Base), carried by candle's error, for shapes,
+/// [`InvalidArgument`](candle_ddp_tensor::Error::Base), carried by candle's error, for shapes,
 /// dtypes and devices that do not fit each other, a mask together with `is_causal` or `cu_seq`, a mask that requires a
 /// gradient, and a `cu_seq` of another dtype, with negative lengths, or that does not fit the rows; [`Error::UnsupportedDType`](candle_ddp_tensor::Error::UnsupportedDType).
 pub fn scaled_dot_product_attention(q: &Tensor, k: &Tensor, v: &Tensor, options: AttentionOptions) -> Result<Tensor> {

@@ -225,7 +225,7 @@ impl Conv2d {
     /// This convolution followed by `norm` in evaluation, as one convolution.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`], carried by candle's error, for a batch normalisation without parameters.
+    /// [`InvalidArgument`](Error::Base), carried by candle's error, for a batch normalisation without parameters.
     pub fn absorb_bn(&self, norm: &BatchNorm) -> Result<Self> {
         adapter::refuse(&self.weight, "absorb_bn")?;
         let Some((scale, shift)) = norm.weight_and_bias() else {

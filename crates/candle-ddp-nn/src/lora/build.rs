@@ -19,12 +19,12 @@ impl LoraConfig {
     /// numbers and B with zeros, and the other way round for an embedding, so the model begins as the pretrained one.
     ///
     /// The model gets a stand-in for the weight of an adapted layer, which the layers of this crate recognise. Layers and functions that
-    /// do not know adapters would compute with NaN, and their backward pass is [`Error::InvalidArgument`]. Among them are candle-nn's own
+    /// do not know adapters would compute with NaN, and their backward pass is [`InvalidArgument`](Error::Base). Among them are candle-nn's own
     /// layers, groups in convolutions, and transposed convolutions.
     /// Two layers with one weight, such as an embedding and the head that is tied to it, have one adapter.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`], carried by candle's error, for options that are out of range, a pattern that no layer of the model
+    /// [`InvalidArgument`](Error::Base), carried by candle's error, for options that are out of range, a pattern that no layer of the model
     /// fits, and a layer in `target_modules` that can have no adapter: an LSTM or GRU, and one whose weight has no 2, 3 or 4 dimensions or
     /// is quantised; the errors of `build`.
     pub fn build<'a, M, E: From<candle_core::Error>>(

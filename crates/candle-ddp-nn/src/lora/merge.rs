@@ -13,7 +13,7 @@ impl LoraConfig {
     /// Gradients end here.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`], carried by candle's error, for half an adapter, an adapter without a weight, no adapter at all, and
+    /// [`InvalidArgument`](Error::Base), carried by candle's error, for half an adapter, an adapter without a weight, no adapter at all, and
     /// shapes that do not fit each other or [`r`](Self::r).
     pub fn merge(&self, mut tensors: HashMap<String, Tensor>) -> Result<HashMap<String, Tensor>> {
         self.check()?;

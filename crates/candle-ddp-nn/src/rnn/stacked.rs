@@ -48,7 +48,7 @@ impl StackedLSTM {
     /// Layers of `hidden_size`; the first takes `input_size` features.
     ///
     /// # Errors
-    /// [`Error::Base`](candle_ddp_tensor::Error::Base), carried by candle's error, for sizes or options that the fields
+    /// [`InvalidArgument`](candle_ddp_tensor::Error::Base), carried by candle's error, for sizes or options that the fields
     /// exclude; the errors of `vb`.
     pub fn new(input_size: usize, hidden_size: usize, options: RNNOptions, vb: VarBuilder) -> Result<Self> {
         Ok(Self(Stack::new(input_size, hidden_size, options, &vb)?))
@@ -59,7 +59,7 @@ impl StackedLSTM {
     /// it.
     ///
     /// # Errors
-    /// [`Error::Base`](candle_ddp_tensor::Error::Base), carried by candle's error, for an input or a state of another
+    /// [`InvalidArgument`](candle_ddp_tensor::Error::Base), carried by candle's error, for an input or a state of another
     /// shape, dtype or device, or without steps; [`Error::UnsupportedDType`](candle_ddp_tensor::Error::UnsupportedDType).
     pub fn forward(&self, x: &Tensor, state: Option<&LSTMState>, train: bool) -> Result<(Tensor, LSTMState)> {
         self.run(x, None, state, train)

@@ -140,7 +140,7 @@ impl Generator {
     /// A tensor of numbers that are uniform in `lo <= x < up` (after rounding to `dtype`, `up` can occur).
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] for a dtype of integers; the device's.
+    /// [`InvalidArgument`](candle_ddp_base::Error::InvalidArgument) for a dtype of integers; the device's.
     pub fn rand(&mut self, lo: f64, up: f64, shape: impl Into<Shape>, dtype: DType, device: &Device) -> Result<Tensor> {
         self.tensor(shape.into(), dtype, device, |numbers| numbers.map(|number| lo + unit(number) * (up - lo)))
     }
