@@ -75,14 +75,12 @@ LAYERS = {
         ["conv", "instance_norm"],
     ],
     ROOT / "crates/ddprun/src": [
-        ["child", "descendants", "error", "lines", "main", "members", "prefix", "printer", "signal", "streams", "tail", "terminal", "time", "tolerance"],
-        ["cargo", "console", "numa", "processes", "torchfrtrace"],
-        ["options", "output", "secret"],
-        [{"check", "cli", "config", "environment", "events", "folder", "hosts", "judge", "mode", "nodes", "ranks", "status", "worker"}],
-        ["metrics_server", "page", "root_cause", "store"],
-        ["agent", "summary", "watch"],
-        ["host_store", "supervisor"],
-        ["report"],
+        ["child", "error", "main", "printer", "signal", "tail", "time"],
+        ["console", "numa"],
+        ["command", "verdict"],
+        ["view"],
+        ["check"],
+        ["supervise"],
     ],
 }
 

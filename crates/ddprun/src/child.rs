@@ -10,7 +10,7 @@ use std::process::Command;
 /// Lets all signals reach this process, and those that it starts. Some schedulers and supervisors start their jobs with
 /// signals blocked; a blocked SIGCHLD would never tell of the end of a worker. Call it before other threads start, since each
 /// thread has its own mask, which it inherits from the thread that starts it.
-pub(super) fn unblock_signals() -> io::Result<()> {
+pub(crate) fn unblock_signals() -> io::Result<()> {
     let mut none = MaybeUninit::<libc::sigset_t>::uninit();
     // SAFETY: `sigemptyset` initialises the set that it gets a valid pointer to. `pthread_sigmask` reads it, and takes a null
     // pointer for the old mask.
@@ -22,7 +22,7 @@ pub(super) fn unblock_signals() -> io::Result<()> {
 }
 
 /// Whether [`bind_to_launcher`] works here: containers may forbid it, by a seccomp profile without prctl. Changes nothing.
-pub(super) fn can_bind_to_launcher() -> io::Result<()> {
+pub(crate) fn can_bind_to_launcher() -> io::Result<()> {
     Ok(set_parent_process_death_signal(parent_process_death_signal()?)?)
 }
 
@@ -30,7 +30,7 @@ pub(super) fn can_bind_to_launcher() -> io::Result<()> {
 ///
 /// The kernel watches the forking thread, not the process, so call `spawn` on a thread that lives as long as the
 /// process: the main thread.
-pub(super) fn bind_to_launcher(command: &mut Command) {
+pub(crate) fn bind_to_launcher(command: &mut Command) {
     let launcher = getpid();
     // SAFETY: between fork and exec only async-signal-safe calls are allowed, because other threads of the parent
     // may have held locks. The closure makes two system calls and, on failure, builds an `io::Error` from a number,

@@ -1,7 +1,7 @@
 //! ddprun's own stdout and stderr, where the output of all ranks comes together.
-pub(super) use super::printer::{NoReader, Target};
-use super::printer::{Piece, Printer};
-use super::tail::plain;
+pub(crate) use crate::printer::{NoReader, Target};
+use crate::printer::{Piece, Printer};
+use crate::tail::plain;
 use std::fs::File;
 use std::io::{self, IsTerminal};
 use std::os::fd::{AsFd, BorrowedFd};
@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 /// The two standard streams. Each is written by a thread, so that nothing else blocks on a slow reader.
 #[derive(Debug)]
-pub(super) struct Console {
+pub(crate) struct Console {
     terminal: [bool; 2],
     stdout: Arc<Printer>,
     /// The same printer as for stdout if both streams go to one place.
@@ -29,7 +29,7 @@ static CONSOLE: LazyLock<Console> = LazyLock::new(|| {
 
 impl Console {
     /// Returns the console of this process's stdout and stderr.
-    pub(super) fn get() -> &'static Self {
+    pub(crate) fn get() -> &'static Self {
         &CONSOLE
     }
 
@@ -41,7 +41,7 @@ impl Console {
     }
 
     /// Returns whether `target` is a terminal.
-    pub(super) fn is_terminal(&self, target: Target) -> bool {
+    pub(crate) fn is_terminal(&self, target: Target) -> bool {
         match target {
             Target::Stdout => self.terminal[0],
             Target::Stderr => self.terminal[1],
@@ -49,14 +49,14 @@ impl Console {
     }
 
     /// Returns whether stdout and stderr are the same terminal, file or pipe.
-    pub(super) fn is_one(&self) -> bool {
+    pub(crate) fn is_one(&self) -> bool {
         Arc::ptr_eq(&self.stdout, &self.stderr)
     }
 
     /// Shows `bytes` from `source`, in order. Blocks while too much is unwritten, so that a slow reader slows the
     /// workers down. If the output cannot be written, for example because a disk is full, it is lost; this is reported
     /// once and does not end the training.
-    pub(super) fn show(&self, source: usize, target: Target, bytes: Vec<u8>) -> Result<(), NoReader> {
+    pub(crate) fn show(&self, source: usize, target: Target, bytes: Vec<u8>) -> Result<(), NoReader> {
         if bytes.is_empty() {
             return Ok(());
         }
@@ -64,20 +64,20 @@ impl Console {
     }
 
     /// Shows a message of ddprun on stderr, on its own line. Never blocks.
-    pub(super) fn message(&self, text: String) {
+    pub(crate) fn message(&self, text: String) {
         // The message is lost if stderr has no reader.
         let _ = self.printer(Target::Stderr).push(Piece::Message(text));
     }
 
     /// Stops [`Self::show`] from blocking; the output that remains is bounded.
-    pub(super) fn stop_waiting(&self) {
+    pub(crate) fn stop_waiting(&self) {
         self.stdout.stop_waiting();
         self.stderr.stop_waiting();
     }
 
     /// Waits until everything is written. Gives up if nothing was read for `patience`, or if `interrupted`, which is
     /// polled, returns true; unwritten output is then lost.
-    pub(super) fn finish(&self, patience: Duration, mut interrupted: impl FnMut() -> bool) {
+    pub(crate) fn finish(&self, patience: Duration, mut interrupted: impl FnMut() -> bool) {
         /// The interval at which `interrupted` is polled.
         const TICK: Duration = Duration::from_millis(50);
         /// How long the last message may take. On a slow machine, its reader may be slow too.
@@ -112,14 +112,14 @@ fn identity(fd: BorrowedFd<'_>) -> Option<(u64, u64)> {
 
 /// Shows a message of ddprun to the user. Never blocks. Control characters are left out, since names and errors in it
 /// may come from elsewhere; for the same reason, no further line looks like another message.
-pub(super) fn message(text: impl std::fmt::Display) {
+pub(crate) fn message(text: impl std::fmt::Display) {
     let text = plain(&text.to_string()).replace("\nddprun: ", "\n  ddprun: ");
     Console::get().message(format!("ddprun: {text}\n"));
 }
 
 /// Shows the library's warnings to the user, for example about foreign connections to the store or a secret that others
 /// can read.
-pub(super) fn show_warnings() {
+pub(crate) fn show_warnings() {
     if log::set_logger(&Warnings).is_ok() {
         log::set_max_level(log::LevelFilter::Warn);
     }

@@ -2,10 +2,10 @@
 use std::io::ErrorKind;
 
 /// The launcher's result.
-pub(super) type Result<T, E = Error> = std::result::Result<T, E>;
+pub(crate) type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// The command line makes no sense.
-pub(super) const USAGE: u8 = 2;
+pub(crate) const USAGE: u8 = 2;
 /// The program exists but cannot be run; the same code as in shells.
 const NOT_EXECUTABLE: u8 = 126;
 /// The program does not exist; the same code as in shells.
@@ -13,7 +13,7 @@ const NOT_FOUND: u8 = 127;
 
 /// Why the launcher failed.
 #[derive(Debug, thiserror::Error)]
-pub(super) enum Error {
+pub(crate) enum Error {
     /// An option, or its environment variable, is invalid: why, and what would be valid.
     #[error("{option}: {reason}")]
     Usage { option: &'static str, reason: String },
@@ -53,16 +53,16 @@ impl From<candle_ddp_base::Error> for Error {
 }
 
 impl Error {
-    pub(super) fn usage(option: &'static str, reason: impl Into<String>) -> Self {
+    pub(crate) fn usage(option: &'static str, reason: impl Into<String>) -> Self {
         Self::Usage { option, reason: reason.into() }
     }
 
-    pub(super) fn io(context: impl Into<String>, error: impl Into<std::io::Error>) -> Self {
+    pub(crate) fn io(context: impl Into<String>, error: impl Into<std::io::Error>) -> Self {
         candle_ddp_base::Error::io(context, error).into()
     }
 
     /// The launcher's exit code.
-    pub(super) fn exit_code(&self) -> u8 {
+    pub(crate) fn exit_code(&self) -> u8 {
         match self {
             Self::Usage { .. } => USAGE,
             Self::Program { error, .. } if error.kind() == ErrorKind::NotFound => NOT_FOUND,

@@ -1,5 +1,5 @@
 //! The cores that each worker may run on: torchrun's `--numa-binding`.
-use super::error::{Error, Result};
+use crate::error::{Error, Result};
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -38,7 +38,7 @@ impl FromStr for Binding {
 
 impl Binding {
     /// As on the command line.
-    pub(super) fn name(self) -> &'static str {
+    pub(crate) fn name(self) -> &'static str {
         match self {
             Self::Node => "node",
             Self::Socket => "socket",
@@ -53,10 +53,10 @@ fn refuse(reason: String) -> Error {
 }
 
 /// Keeps this thread, and with it the processes that it starts, on some processors, until it is dropped.
-pub(super) struct OnCpus(CpuSet);
+pub(crate) struct OnCpus(CpuSet);
 
 impl OnCpus {
-    pub(super) fn of(cpus: &CpuSet) -> std::io::Result<Self> {
+    pub(crate) fn of(cpus: &CpuSet) -> std::io::Result<Self> {
         let before = sched_getaffinity(None)?;
         sched_setaffinity(None, cpus)?;
         Ok(Self(before))
@@ -71,7 +71,7 @@ impl Drop for OnCpus {
 }
 
 /// Returns the processors of each of `workers` workers. `gpus` are the numbers of their GPUs; none if there are no GPUs.
-pub(super) fn bind(binding: Binding, workers: usize, gpus: Option<&[usize]>) -> Result<Vec<CpuSet>> {
+pub(crate) fn bind(binding: Binding, workers: usize, gpus: Option<&[usize]>) -> Result<Vec<CpuSet>> {
     let allowed = sched_getaffinity(None).map_err(|error| Error::io("reading the processors of ddprun", error))?;
     let allowed: Cpus = (0..CpuSet::MAX_CPU).filter(|cpu| allowed.is_set(*cpu)).collect();
     let system = System { root: Path::new("/"), allowed: &allowed };

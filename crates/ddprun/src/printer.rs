@@ -11,14 +11,14 @@ use std::time::{Duration, Instant};
 
 /// One of the two standard streams.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Target {
+pub(crate) enum Target {
     Stdout,
     Stderr,
 }
 
 /// The stream has no reader any more, as after `ddprun … | head`.
 #[derive(Debug)]
-pub(super) struct NoReader;
+pub(crate) struct NoReader;
 
 /// The number of unwritten bytes from which output blocks.
 const LIMIT: usize = 1 << 18;
@@ -27,7 +27,7 @@ const CHUNK: usize = 1 << 16;
 
 /// A piece of output.
 #[derive(Debug)]
-pub(super) enum Piece {
+pub(crate) enum Piece {
     /// Output of a worker, with its source and stream.
     Output { source: usize, target: Target, bytes: Vec<u8> },
     /// A message of ddprun.
@@ -56,7 +56,7 @@ struct Queue {
 
 /// The queue of output for one terminal, file or pipe.
 #[derive(Debug, Default)]
-pub(super) struct Printer {
+pub(crate) struct Printer {
     queue: Mutex<Queue>,
     changed: Condvar,
 }
@@ -64,7 +64,7 @@ pub(super) struct Printer {
 impl Printer {
     /// Starts the thread that writes to `target`, and to the other stream if both go to the same place. Calls
     /// `complain` once with the reason if output of the workers cannot be written.
-    pub(super) fn start(target: Target, terminal: bool, complain: fn(&str)) -> Arc<Self> {
+    pub(crate) fn start(target: Target, terminal: bool, complain: fn(&str)) -> Arc<Self> {
         let printer = Arc::new(Self::default());
         let writer = Writer { printer: Arc::clone(&printer), terminal, open: None, complain: Some(complain) };
         let name = if target == Target::Stdout { "ddprun-stdout" } else { "ddprun-stderr" };
@@ -95,7 +95,7 @@ impl Printer {
     }
 
     /// Queues `piece`. Output blocks while the queue is full; messages never do.
-    pub(super) fn push(&self, piece: Piece) -> Result<(), NoReader> {
+    pub(crate) fn push(&self, piece: Piece) -> Result<(), NoReader> {
         let mut queue = lock(&self.queue);
         if matches!(piece, Piece::Output { .. }) {
             queue = self.wait_while(queue, None, |queue| queue.left >= LIMIT && !queue.unlimited && !queue.closed);
@@ -110,13 +110,13 @@ impl Printer {
     }
 
     /// Stops output from blocking.
-    pub(super) fn stop_waiting(&self) {
+    pub(crate) fn stop_waiting(&self) {
         lock(&self.queue).unlimited = true;
         self.changed.notify_all();
     }
 
     /// Waits until everything is written, for at most `patience`, and returns the number of unwritten bytes.
-    pub(super) fn wait(&self, patience: Duration) -> usize {
+    pub(crate) fn wait(&self, patience: Duration) -> usize {
         let deadline = Instant::now().checked_add(patience);
         self.wait_while(lock(&self.queue), deadline, |queue| queue.left > 0).left
     }

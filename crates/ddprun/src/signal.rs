@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
 /// Returns the name, such as `SIGTERM`, or `signal 35` for a signal without a name.
-pub(super) fn name(signal: i32) -> String {
+pub(crate) fn name(signal: i32) -> String {
     signal_name(signal).map_or_else(|| format!("signal {signal}"), str::to_owned)
 }
 
@@ -14,7 +14,7 @@ pub(super) fn name(signal: i32) -> String {
 pub(crate) type Signals = Vec<i32>;
 
 /// Parses a list of signals, such as `SIGTERM,SIGINT`.
-pub(super) fn parse_list(list: &str) -> Result<Signals, String> {
+pub(crate) fn parse_list(list: &str) -> Result<Signals, String> {
     let mut signals = Vec::new();
     for word in list.split(',').map(str::trim).filter(|word| !word.is_empty()) {
         let signal = (1..32).find(|&signal| signal_name(signal) == Some(word));
@@ -30,22 +30,22 @@ pub(super) fn parse_list(list: &str) -> Result<Signals, String> {
 }
 
 /// The signal of this name.
-pub(super) fn of_name(name: &str) -> Option<Signal> {
+pub(crate) fn of_name(name: &str) -> Option<Signal> {
     (1..32).find(|&signal| signal_name(signal) == Some(name.trim())).and_then(typed)
 }
 
 /// Converts a number to rustix's type; `None` for real-time signals.
-pub(super) fn typed(signal: i32) -> Option<Signal> {
+pub(crate) fn typed(signal: i32) -> Option<Signal> {
     Signal::from_named_raw(signal)
 }
 
 /// Signals that programs use for their own purposes, such as Slurm's warning before a job ends: they are forwarded to
 /// the workers, and do not end the run.
-pub(super) const FOR_WORKERS: [i32; 2] = [SIGUSR1, SIGUSR2];
+pub(crate) const FOR_WORKERS: [i32; 2] = [SIGUSR1, SIGUSR2];
 
 /// Makes a file that would exceed its limit, `ulimit -f`, an error of that write instead of the end of this process. A handler does
 /// that, unlike an ignored signal, for this process alone.
-pub(super) fn survive_file_limits() {
+pub(crate) fn survive_file_limits() {
     if !is_ignored(SIGXFSZ)
         && let Err(error) = signal_hook::flag::register(SIGXFSZ, Arc::new(AtomicBool::new(false)))
     {
@@ -55,12 +55,12 @@ pub(super) fn survive_file_limits() {
 
 /// Returns whether this process was started with `signal` ignored, as `nohup` does for SIGHUP. The signal must then
 /// stay ignored.
-pub(super) fn is_ignored(signal: i32) -> bool {
+pub(crate) fn is_ignored(signal: i32) -> bool {
     is_in_mask("self", "SigIgn:", signal)
 }
 
 /// Returns whether a process has a handler for `signal`.
-pub(super) fn is_handled_by(process: Pid, signal: i32) -> bool {
+pub(crate) fn is_handled_by(process: Pid, signal: i32) -> bool {
     is_in_mask(&process.to_string(), "SigCgt:", signal)
 }
 

@@ -8,7 +8,7 @@ const LINE_BYTES: usize = 2048;
 
 /// The last lines of a stream as a terminal would show them, without text that a carriage return overwrote.
 #[derive(Debug, Default)]
-pub(super) struct Tail {
+pub(crate) struct Tail {
     lines: VecDeque<Vec<u8>>,
     current: Vec<u8>,
     after_return: bool,
@@ -20,7 +20,7 @@ pub(super) struct Tail {
 
 impl Tail {
     /// Adds bytes of the stream.
-    pub(super) fn push(&mut self, bytes: &[u8]) {
+    pub(crate) fn push(&mut self, bytes: &[u8]) {
         for piece in bytes.split_inclusive(|&byte| byte == b'\n' || byte == b'\r') {
             let (text, end) = match piece.split_last() {
                 Some((end @ (b'\n' | b'\r'), text)) => (text, Some(*end)),
@@ -66,20 +66,20 @@ impl Tail {
     }
 
     /// Handles the end of the stream.
-    pub(super) fn end(&mut self) {
+    pub(crate) fn end(&mut self) {
         if !self.current.is_empty() {
             self.end_line();
         }
     }
 
     /// Returns the last error if it is no longer among [`Self::lines`].
-    pub(super) fn earlier_error(&self) -> Option<&str> {
+    pub(crate) fn earlier_error(&self) -> Option<&str> {
         let lines = self.lines();
         self.error.as_deref().filter(|error| !lines.iter().any(|line| error.lines().next() == Some(line)))
     }
 
     /// Returns the lines, oldest first, without control sequences such as colours and without trailing empty lines.
-    pub(super) fn lines(&self) -> Vec<String> {
+    pub(crate) fn lines(&self) -> Vec<String> {
         let unfinished = Some(&self.current).filter(|line| !line.is_empty());
         let lines = self.lines.iter().chain(unfinished).map(|line| plain(&String::from_utf8_lossy(line)));
         let mut lines: Vec<String> = lines.collect();
@@ -103,12 +103,12 @@ fn is_error(line: &str) -> bool {
 
 /// Returns `text` as [`plain`] does, in one line. For text that somebody else has written: a line of it must not look like one of
 /// ddprun's.
-pub(super) fn line(text: &str) -> String {
+pub(crate) fn line(text: &str) -> String {
     plain(text).replace('\n', "\\n")
 }
 
 /// Returns `text` without ANSI control sequences (ESC [ … final byte) and control characters, except for line feeds.
-pub(super) fn plain(text: &str) -> String {
+pub(crate) fn plain(text: &str) -> String {
     let mut characters = text.chars().peekable();
     let mut result = String::with_capacity(text.len());
     while let Some(character) = characters.next() {

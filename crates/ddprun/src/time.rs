@@ -24,13 +24,13 @@ fn civil(time: SystemTime) -> [u64; 6] {
 }
 
 /// Formats a time as `2026-02-28 23:59:59 UTC`.
-pub(super) fn readable(time: SystemTime) -> String {
+pub(crate) fn readable(time: SystemTime) -> String {
     let [year, month, day, hour, minute, second] = civil(time);
     format!("{year}-{month:02}-{day:02} {hour:02}:{minute:02}:{second:02} UTC")
 }
 
 /// Formats a time as `20260228T235959`.
-pub(super) fn compact(time: SystemTime) -> String {
+pub(crate) fn compact(time: SystemTime) -> String {
     let [year, month, day, hour, minute, second] = civil(time);
     format!("{year}{month:02}{day:02}T{hour:02}{minute:02}{second:02}")
 }

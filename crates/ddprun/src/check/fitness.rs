@@ -1,14 +1,14 @@
 //! The check of this machine before it joins a run (`--check`), and what the other machines need to know of it.
-use super::judge::of_most;
 use super::measured::Report;
+use super::outliers::of_most;
 use super::table;
 use crate::child;
-use crate::cli::Cli;
-use crate::config::Config;
+use crate::command::cli::Cli;
+use crate::command::config::Config;
+use crate::command::tolerance::Tolerance;
 use crate::console::{Console, Target, message};
 use crate::error::{Error, Result};
 use crate::tail::plain;
-use crate::tolerance::Tolerance;
 use candle_ddp_rendezvous::secret;
 use clap::CommandFactory;
 use serde::{Deserialize, Serialize};

@@ -1,10 +1,10 @@
 //! A check as a run, and what follows from it.
-use super::args::{Check, Manner, WORKER};
-use crate::cli::Cli;
-use crate::config::Config;
+use crate::command::check::{Check, Manner, WORKER};
+use crate::command::cli::Cli;
+use crate::command::config::Config;
 use crate::console::message;
 use crate::error::{Error, Result};
-use crate::folder::RunFolder;
+use crate::verdict::WorkerError;
 use clap::Parser;
 use std::ffi::OsString;
 use std::process::Command;
@@ -34,9 +34,9 @@ pub(crate) fn joint(config: &Config) -> Result<Command> {
     Ok(command)
 }
 
-/// The exit code of a check whose workers have succeeded. Names the outliers, unless rank 0 has shown them here.
-pub(crate) fn code(folder: &RunFolder, node_rank: usize) -> u8 {
-    let Some(error) = folder.error(0, 0) else { return 0 };
+/// The exit code of a check whose workers have succeeded, and the first one may have told an `error`. Names the outliers, unless rank 0 has shown them here.
+pub(crate) fn code(error: Option<WorkerError>, node_rank: usize) -> u8 {
+    let Some(error) = error else { return 0 };
     if node_rank > 0 {
         message(error.message);
     }

@@ -2,7 +2,7 @@
 use super::compute::median;
 use super::measured::{Measured, Node, Verdict};
 use super::network::{Link, SIZES};
-use crate::status::table;
+use crate::view::status::table;
 
 const UNKNOWN: &str = "-";
 

@@ -1,8 +1,8 @@
 use super::facts::Facts;
 use super::gpus::Gpu;
-use super::judge::{judge, of_most};
 use super::measured::{Measured, Verdict};
 use super::network::Link;
+use super::outliers::{judge, of_most};
 use super::table;
 
 /// Two ranks on each of these nodes, which are all well.

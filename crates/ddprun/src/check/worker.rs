@@ -1,13 +1,13 @@
 //! One rank of a check.
-use super::args::Manner;
 use super::compute;
 use super::effort::Effort;
 use super::facts::Facts;
 use super::group::Group;
-use super::judge;
 use super::measured::{Measured, Report};
 use super::network;
+use super::outliers;
 use super::table;
+use crate::command::check::Manner;
 use crate::console::{Console, Target, message};
 use crate::error::{Error, Result};
 use crate::tail::plain;
@@ -24,7 +24,7 @@ pub(crate) fn work(manner: &Manner) -> Result<u8> {
     let own = measure(&group, effort, manner.joint)?;
     let leads = own.facts.is_some();
     let ranks = group.all_gather("measured", &own)?;
-    let report = Report { verdict: judge::judge(&ranks, manner.tolerance.factor()), ranks };
+    let report = Report { verdict: outliers::judge(&ranks, manner.tolerance.factor()), ranks };
     let is_shown = !manner.joint || !report.verdict.outliers.is_empty();
     if group.rank == 0 && !is_shown {
         report.verdict.notes.iter().for_each(message);

@@ -29,7 +29,7 @@ pub(crate) struct Record {
     pub(crate) earlier: Vec<Verdict>,
 }
 
-/// What has become of the run after the last failure.
+/// How the run continued after the last failure.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum Outcome {
@@ -70,7 +70,7 @@ impl Verdicts {
         self.list.last()
     }
 
-    /// Records a failure, and what becomes of the run.
+    /// Records a failure, and how the run continues.
     pub(crate) fn add(&mut self, verdict: Verdict, outcome: Outcome, restarts: u32) {
         if self.list.len() == MOST {
             self.list.remove(0);

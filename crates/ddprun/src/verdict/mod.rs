@@ -1,9 +1,11 @@
-//! The verdict on a failure: which rank or node has caused it, how, and what shows that.
+//! The verdict on a failure: which rank or node has caused it, how, and the evidence.
 //!
 //! It is decided once, when the processes concerned have ended. The summary that ddprun prints, `verdict.json`, the report page,
 //! the status and the metrics of the run show this datum, and decide nothing.
+mod error;
 mod file;
 
+pub(crate) use error::{ERROR_FILE, WorkerError, read_error};
 pub(crate) use file::{Outcome, Record, VERDICT, Verdicts};
 
 use candle_ddp_rendezvous::json::encode;
@@ -70,7 +72,7 @@ pub(crate) enum How {
     Stopped,
 }
 
-/// What shows a failure.
+/// The evidence for a failure.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub(crate) struct Evidence {
@@ -84,7 +86,7 @@ pub(crate) struct Evidence {
     pub(crate) lines: Option<Vec<String>>,
     /// Its files on its host.
     pub(crate) files: Vec<String>,
-    /// What the flight records on its host say about the last calls of the ranks.
+    /// The explanation of the flight records on its host: the last calls of the ranks.
     pub(crate) calls: Vec<String>,
 }
 

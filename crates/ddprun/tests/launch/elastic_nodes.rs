@@ -1,9 +1,11 @@
 //! `--nnodes MIN:MAX` with `--rdzv-backend c10d`: nodes come and go.
 use crate::nodes::finish;
 use crate::status::{status, status_when};
+use crate::verdict::{has, verdict};
 use crate::{Ran, Running, Sandbox, free_port, wait_until};
 use candle_ddp_rendezvous::TcpStore;
 use rustix::process::Signal;
+use serde_json::json;
 use std::process::Stdio;
 
 /// Each worker says which round it is in, and waits for the end.
@@ -95,14 +97,16 @@ fn a_spare_replaces_any_node_if_the_store_is_on_a_machine_without_workers() {
     all[3].says("the run has ended well: this spare was not needed");
     all[0].says("hosts the store of run a at port ");
     all[0].says("metrics are at http://127.0.0.1:");
-    assert!(nodes.sandbox.path("logs/a").is_dir());
+    let found = verdict(&nodes.sandbox, "logs/a");
+    has(&found, &json!({"outcome": "succeeded", "restarts": 1, "rank": null, "how": "lost"}));
     // The run fails: so does the process of its store.
     let nodes = Nodes::new("2");
-    let host = host_store(&nodes, &[]);
+    let host = host_store(&nodes, &["--log-dir=logs"]);
     let others = vec![nodes.start(&["--no-secret"], "exit 7"), nodes.start(&["--no-secret"], "sleep 1000")];
     let all = finish([vec![host], others].into_iter().flatten().collect());
     assert_eq!(all.iter().map(|ran| ran.code).collect::<Vec<_>>(), [Some(7); 3], "{all:?}");
     all[0].says("failed first: it exited with code 7");
+    has(&verdict(&nodes.sandbox, "logs/a"), &json!({"outcome": "failed", "how": "exit", "exit": 7, "code": 7}));
 }
 
 /// All nodes exit with 0 then.

@@ -121,6 +121,25 @@ fn every_way_to_fail_has_its_verdict() {
     }
 }
 
+/// Those of an earlier run say nothing about this one.
+#[test]
+fn the_flight_records_of_the_run_are_evidence() {
+    for (written, expected) in [("$(date +%s%N)", 1), ("2", 0)] {
+        let sandbox = Sandbox::new();
+        std::fs::create_dir(sandbox.path("flights")).unwrap();
+        let script = format!(
+            r#"echo "{{\"version\":1,\"rank\":0,\"world_size\":2,\"started_ns\":1,\"written_ns\":{written},\"host\":\"a\",\"pid\":1,\
+\"reason\":\"a test\",\"groups\":[]}}" >flights/rank0.flight.json; exit 1"#
+        );
+        let args = ["--log-dir", "logs", "--run-id", "x", "sh", "-c", &script];
+        let ran = Ran::new(sandbox.ddprun(&args).env("CANDLE_DDP_FLIGHT_RECORDER", "flights"));
+        assert_eq!(ran.code, Some(1), "{ran:?}");
+        let calls = &verdict(&sandbox, "logs/x")["evidence"]["calls"];
+        let is_there = |call: &Value| call.as_str().unwrap().starts_with("there is no file of rank 1");
+        assert_eq!(calls.as_array().unwrap().iter().filter(|call| is_there(call)).count(), expected, "{calls}");
+    }
+}
+
 #[test]
 fn a_run_that_did_not_begin_or_was_stopped_has_a_verdict() {
     let sandbox = Sandbox::new();

@@ -1,0 +1,185 @@
+//! The options whose values act as they were typed, whatever the others are.
+use super::prefix::{self, Template};
+use super::streams::{LocalRanks, StreamSelection};
+use super::tolerance::Tolerance;
+use crate::numa::Binding;
+use crate::signal::{self, Signals};
+use std::net::IpAddr;
+use std::path::PathBuf;
+use std::str::FromStr;
+use std::time::Duration;
+
+// The headings of the help.
+pub(crate) const RANKS: &str = "Ranks";
+pub(crate) const BUILD: &str = "Building with cargo";
+pub(crate) const OUTPUT: &str = "Output";
+pub(crate) const ENDING: &str = "Shutdown";
+
+/// A number, perhaps with blanks around it, as environment variables may have.
+pub(crate) fn trimmed<T: FromStr>(text: &str) -> Result<T, T::Err> {
+    text.trim().parse()
+}
+
+/// A number of seconds.
+fn seconds(text: &str) -> Result<Duration, String> {
+    let seconds = text.trim().parse().ok().and_then(|seconds| Duration::try_from_secs_f64(seconds).ok());
+    seconds.ok_or_else(|| "it must be a non-negative number of seconds".to_string())
+}
+
+/// Part of the command line.
+#[derive(Debug, Clone, PartialEq, Eq, clap::Args)]
+pub(crate) struct Options {
+    /// Makes no secret for this run, and gives none to the workers: anyone who reaches the store can use it, as with
+    /// torchrun. By default, ddprun takes the secret from CANDLE_DDP_SECRET or from the file that
+    /// CANDLE_DDP_SECRET_FILE names, which must be the same on all machines, or makes one if the run is on this machine
+    /// alone. PyTorch's programs know no secret: they need this option if one is set, or if they share the store with
+    /// programs of candle-ddp.
+    #[arg(long, alias = "no_secret", help_heading = RANKS)]
+    pub(crate) no_secret: bool,
+
+    /// Role of the workers: ROLE_NAME in their environment, and the prefix of --tee.
+    #[arg(long, env = "PET_ROLE", value_name = "NAME", default_value = "default", help_heading = RANKS)]
+    pub(crate) role: String,
+
+    /// Folder for log files: DIR/RUN_ID/attempt_RESTARTS/LOCAL_RANK/{stdout.log,stderr.log,error.json}, and
+    /// DIR/RUN_ID/verdict.json, which says why the run has failed. Existing logs are
+    /// never overwritten: if RUN_ID is taken, a number is appended to it. [default: a new folder in the system's
+    /// temporary folder, if --redirects or --tee needs files]
+    #[arg(long, alias = "log_dir", env = "PET_LOG_DIR", value_name = "DIR", help_heading = OUTPUT)]
+    pub(crate) log_dir: Option<PathBuf>,
+
+    /// Output to write to log files instead of showing it: 0 none, 1 stdout, 2 stderr, 3 both; or by local rank, as in
+    /// `0:1,1:3`.
+    #[arg(short, long, env = "PET_REDIRECTS", value_name = "STREAMS", default_value = "0", help_heading = OUTPUT)]
+    pub(crate) redirects: StreamSelection,
+
+    /// Output to write to log files and also show, each line with a prefix of the role and local rank, `[default0]:`; same
+    /// values as --redirects.
+    #[arg(short, long, env = "PET_TEE", value_name = "STREAMS", default_value = "0", help_heading = OUTPUT)]
+    pub(crate) tee: StreamSelection,
+
+    /// Prefix of each line that --tee shows: text with ${role_name}, ${local_rank}, ${rank} (the global rank), ${host},
+    /// ${group_rank} (the machine's rank) and ${restart_count} in it. [default: [${role_name}${local_rank}]:]
+    #[arg(
+        long,
+        alias = "log_line_prefix_template",
+        env = prefix::VARIABLE,
+        value_name = "TEXT",
+        help_heading = OUTPUT
+    )]
+    pub(crate) log_line_prefix_template: Option<Template>,
+
+    /// Local ranks whose output is shown, as in `0,2`; that of the others is not, but goes to log files as --redirects and
+    /// --tee say, and its last lines are shown if the rank fails. [default: all]
+    #[arg(
+        long,
+        alias = "local_ranks_filter",
+        env = "PET_LOCAL_RANKS_FILTER",
+        value_name = "LIST",
+        help_heading = OUTPUT
+    )]
+    pub(crate) local_ranks_filter: Option<LocalRanks>,
+
+    /// Serves the metrics of the run at http://ADDRESS:PORT/metrics, in the text format of Prometheus: steps, speed and waits of
+    /// each rank, what the programs report, restarts and more. 0 means a free port. The ddprun that hosts the store serves
+    /// them: the one on machine 0.
+    #[arg(long, alias = "metrics_port", value_name = "PORT", value_parser = trimmed::<u16>, help_heading = OUTPUT)]
+    pub(crate) metrics_port: Option<u16>,
+
+    /// Address for --metrics-port. Whoever reaches it can read the metrics: 0.0.0.0 means all interfaces. [default:
+    /// 127.0.0.1]
+    #[arg(long, alias = "metrics_addr", value_name = "ADDRESS", value_parser = trimmed::<IpAddr>, help_heading = OUTPUT)]
+    pub(crate) metrics_addr: Option<IpAddr>,
+
+    /// Seconds between asking workers to exit (with SIGTERM, or with the signal that ddprun received) and killing them:
+    /// time to write a final checkpoint.
+    #[arg(
+        long,
+        alias = "shutdown_timeout",
+        value_name = "SECONDS",
+        value_parser = seconds,
+        default_value = "30",
+        allow_negative_numbers = true,
+        help_heading = ENDING
+    )]
+    pub(crate) shutdown_timeout: Duration,
+
+    /// Signals that end the run. ddprun forwards the first to the workers and exits after them. A second signal of any
+    /// kind kills them at once, unless it arrives within half a second of the first.
+    #[arg(
+        long,
+        alias = "signals_to_handle",
+        env = "PET_SIGNALS_TO_HANDLE",
+        value_name = "LIST",
+        value_parser = signal::parse_list,
+        default_value = "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
+        help_heading = ENDING
+    )]
+    pub(crate) signals_to_handle: Signals,
+
+    /// How often ddprun restarts workers after one has failed. As with torchrun, all workers are ended and restarted,
+    /// with TORCHELASTIC_RESTART_COUNT one higher. If the program runs candle_ddp::elastic::run, only the worker that
+    /// died is replaced; the others continue. [default: 0]
+    #[arg(
+        long,
+        alias = "max_restarts",
+        env = "PET_MAX_RESTARTS",
+        value_name = "N",
+        value_parser = trimmed::<u32>,
+        default_value = "0",
+        hide_default_value = true,
+        help_heading = ENDING
+    )]
+    pub(crate) max_restarts: u32,
+
+    /// Measures this machine for a few seconds before it joins the run, as `ddprun check --quick` does. ddprun ends with exit
+    /// code 1 if it is not fit; of several machines that were started so, one that is slower than the others is refused, and they measure the
+    /// connections between them before the workers start. A rank, or a machine, is too slow if others are FACTOR (1.5) times as fast.
+    #[arg(
+        long,
+        value_name = "FACTOR",
+        num_args = 0..=1,
+        require_equals = true,
+        default_missing_value = "1.5",
+        help_heading = RANKS
+    )]
+    pub(crate) check: Option<Tolerance>,
+
+    /// Binds each worker to processors near its GPU: those of its NUMA `node`, those of the node's `socket`, cores of
+    /// the node that no other worker has (`exclusive`), or those that share a cache (`core-complex`). Without GPUs,
+    /// workers are distributed evenly over the nodes.
+    #[arg(long, alias = "numa_binding", env = "PET_NUMA_BINDING", value_name = "KIND", help_heading = RANKS)]
+    pub(crate) numa_binding: Option<Binding>,
+
+    /// Also gives each worker its local rank as its last argument, `--local-rank=N`, as torch.distributed.launch does; with
+    /// `--pass-local-rank=--local_rank`, as older versions of it do. Programs for torchrun read LOCAL_RANK instead.
+    #[arg(
+        long,
+        alias = "pass_local_rank",
+        value_name = "NAME",
+        num_args = 0..=1,
+        require_equals = true,
+        default_missing_value = "--local-rank",
+        help_heading = RANKS
+    )]
+    pub(crate) pass_local_rank: Option<String>,
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::command::cli::Cli;
+    use clap::Parser;
+
+    #[test]
+    fn wrong_values_say_what_is_right() {
+        for (option, value, hint) in [
+            ("--shutdown-timeout", "-1", "a non-negative number of seconds"),
+            ("--shutdown-timeout", "NaN", "a non-negative number of seconds"),
+            ("--signals-to-handle", "SIGFOO", "SIGFOO is not a signal that can end a run"),
+            ("--signals-to-handle", "SIGKILL", "SIGKILL is not a signal that can end a run"),
+        ] {
+            let error = Cli::try_parse_from(["ddprun", &format!("{option}={value}"), "x"]).unwrap_err().to_string();
+            assert!(error.contains(option) && error.contains(hint), "{option}={value}: {error}");
+        }
+    }
+}

@@ -1,0 +1,138 @@
+//! The output streams that an option selects.
+use std::collections::{BTreeMap, BTreeSet};
+use std::str::FromStr;
+
+/// A selection of a worker's two output streams.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(crate) struct Streams {
+    /// Standard output.
+    pub(crate) stdout: bool,
+    /// Standard error.
+    pub(crate) stderr: bool,
+}
+
+impl Streams {
+    /// Returns whether at least one stream is selected.
+    pub(crate) fn any(self) -> bool {
+        self.stdout || self.stderr
+    }
+}
+
+/// Parses torchrun's 0 (none), 1 (stdout), 2 (stderr) and 3 (both).
+impl FromStr for Streams {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text.trim() {
+            "0" => Ok(Self { stdout: false, stderr: false }),
+            "1" => Ok(Self { stdout: true, stderr: false }),
+            "2" => Ok(Self { stdout: false, stderr: true }),
+            "3" => Ok(Self { stdout: true, stderr: true }),
+            _ => Err("expected 0 (none), 1 (stdout), 2 (stderr) or 3 (both), or a list as in 0:1,1:3".into()),
+        }
+    }
+}
+
+/// A value of `--redirects` or `--tee`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum StreamSelection {
+    /// The same for every worker.
+    Every(Streams),
+    /// By local rank; none for ranks that are not listed.
+    ByLocalRank(BTreeMap<usize, Streams>),
+}
+
+impl StreamSelection {
+    /// Returns the selection for the worker `local_rank`.
+    pub(crate) fn of(&self, local_rank: usize) -> Streams {
+        match self {
+            Self::Every(streams) => *streams,
+            Self::ByLocalRank(map) => map.get(&local_rank).copied().unwrap_or_default(),
+        }
+    }
+
+    /// Returns the highest local rank in the list.
+    pub(crate) fn last_named(&self) -> Option<usize> {
+        match self {
+            Self::Every(_) => None,
+            Self::ByLocalRank(map) => map.keys().next_back().copied(),
+        }
+    }
+}
+
+impl FromStr for StreamSelection {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        if !text.contains(':') {
+            return text.parse().map(Self::Every);
+        }
+        let mut map = BTreeMap::new();
+        for entry in text.split(',') {
+            let wrong = || format!("{entry:?} is not LOCAL_RANK:STREAMS, as in 0:1,1:3");
+            let (rank, streams) = entry.split_once(':').ok_or_else(wrong)?;
+            let rank = rank.trim().parse().map_err(|_| wrong())?;
+            if map.insert(rank, streams.parse()?).is_some() {
+                return Err(format!("local rank {rank} is listed twice"));
+            }
+        }
+        Ok(Self::ByLocalRank(map))
+    }
+}
+
+/// The local ranks of `--local-ranks-filter`; all if there are none, as in torchrun.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct LocalRanks(BTreeSet<usize>);
+
+impl LocalRanks {
+    pub(crate) fn has(&self, local_rank: usize) -> bool {
+        self.0.is_empty() || self.0.contains(&local_rank)
+    }
+
+    /// Returns the highest one.
+    pub(crate) fn last(&self) -> Option<usize> {
+        self.0.last().copied()
+    }
+}
+
+impl FromStr for LocalRanks {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let ranks = text.split(',').map(str::trim).filter(|_| !text.trim().is_empty());
+        let rank =
+            |text: &str| text.parse().map_err(|_| format!("{text:?} is not a local rank: give a list as in 0,2"));
+        ranks.map(rank).collect::<Result<_, _>>().map(Self)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_number_for_all_or_one_for_each() {
+        let both = Streams { stdout: true, stderr: true };
+        let out = Streams { stdout: true, stderr: false };
+        assert_eq!("3".parse::<StreamSelection>().unwrap().of(5), both);
+        let map = "0:1,2:3".parse::<StreamSelection>().unwrap();
+        assert_eq!([0, 1, 2].map(|rank| map.of(rank)), [out, Streams::default(), both]);
+        assert_eq!(map.last_named(), Some(2));
+    }
+
+    #[test]
+    fn a_list_of_local_ranks() {
+        let has = |text: &str| [0, 1, 2].map(|rank| text.parse::<LocalRanks>().unwrap().has(rank));
+        assert_eq!((has("0, 2"), has(""), has("1")), ([true, false, true], [true; 3], [false, true, false]));
+        for wrong in ["0,", "a", "0:1", "-1"] {
+            assert!(wrong.parse::<LocalRanks>().is_err(), "{wrong:?}");
+        }
+    }
+
+    #[test]
+    fn invalid_forms_are_refused() {
+        for wrong in ["4", "", "x", "0:1,2", "0:4", ":1", "a:1", "0:1,0:2"] {
+            assert!(wrong.parse::<StreamSelection>().is_err(), "{wrong:?}");
+        }
+    }
+}

@@ -1,0 +1,410 @@
+//! The consequences of a worker's end: the workers that are restarted, and those that continue.
+use super::consequence::{self, Consequence, End, Restarts};
+use super::environment::Incarnation;
+use super::judgement::Judge;
+use super::members::Members;
+use super::nodes::{Admission, Exited, Link, Message, Replacement, Round, Slot};
+use super::store;
+use super::worker::{Exit, Starter, Worker};
+use crate::command::config::Topology;
+use crate::console::message;
+use crate::error::Result;
+use crate::verdict::{How, Outcome, Verdict};
+use crate::view::status::{Phase, RUN_STATUS, RunStatus, Source};
+use candle_ddp_base::host::host_name;
+use candle_ddp_rendezvous::json::encode;
+use candle_ddp_rendezvous::{Store, TcpStore, TcpStoreOptions, TcpStoreServer};
+use std::sync::Arc;
+use std::time::Duration;
+
+/// The time-out of a call to the launcher's own store.
+const TIMEOUT: Duration = Duration::from_secs(2);
+
+/// The consequence of a worker's end.
+pub(crate) enum Reaction {
+    /// It has done its work, or the others continue without it.
+    Continue,
+    /// This worker takes its place.
+    Replaced(Worker),
+    /// All workers are ended, and then restarted.
+    RestartAll,
+    /// The coordinator of all nodes has the report, and decides.
+    Reported,
+    /// The run has failed.
+    Fail,
+}
+
+/// Starts workers, and decides what follows when one ends.
+pub(crate) struct Agent<'a> {
+    pub(crate) starter: Starter<'a>,
+    /// The store, if this machine hosts it.
+    server: Option<TcpStoreServer>,
+    /// What the threads that watch the run read, if this machine hosts the store.
+    source: Option<Arc<Source>>,
+    /// The connection to that store of an agent without other nodes, once it had a reason to connect.
+    own_store: Option<Arc<dyn Store>>,
+    /// The connection to the agents of the other nodes, if there are any.
+    link: Option<Link>,
+    /// This node's number among them, and whether it was a member of the last round.
+    slot: Option<Slot>,
+    is_member: bool,
+    /// Why the run ends, as far as it is known before the workers have ended.
+    failure: Option<Verdict>,
+    /// The coordinator cannot be reached any more.
+    is_lost: bool,
+    /// The members of an elastic run on this machine alone, once the agent had a reason to look.
+    members: Option<Members>,
+    run_id: String,
+    restarts: Restarts,
+    restart_count: u32,
+    /// How often all workers were restarted.
+    attempt: u64,
+    /// The phase for `ddprun status`, in a run without other nodes.
+    phase: Phase,
+    pub(crate) judge: Judge<'a>,
+}
+
+impl<'a> Agent<'a> {
+    /// `server` is the store, if this machine hosts it, which `source` reads; `link` connects it to other nodes.
+    pub(crate) fn new(
+        starter: Starter<'a>,
+        server: Option<TcpStoreServer>,
+        source: Option<Arc<Source>>,
+        link: Option<Link>,
+    ) -> Self {
+        let run_id = starter.config.run_id.clone();
+        let restarts = Restarts::new(starter.config.options.max_restarts);
+        let judge = Judge::new(starter.folder, &run_id, link.is_some());
+        Self {
+            starter,
+            server,
+            source,
+            own_store: None,
+            link,
+            slot: None,
+            is_member: false,
+            failure: None,
+            is_lost: false,
+            run_id,
+            restarts,
+            restart_count: 0,
+            attempt: 0,
+            phase: Phase::Running,
+            judge,
+            members: None,
+        }
+    }
+
+    /// Declares that no more workers will be started.
+    pub(crate) fn close(&mut self) {
+        self.starter.intake = None;
+    }
+
+    /// Whether this node takes part in the round that is under way, or was last.
+    pub(crate) fn is_member(&self) -> bool {
+        self.is_member
+    }
+
+    /// Whether there are other nodes.
+    pub(crate) fn is_linked(&self) -> bool {
+        self.link.is_some()
+    }
+
+    /// Sends the coordinator of all nodes a message, if there is a coordinator.
+    pub(crate) fn tell(&self, message: Message) {
+        if let Some(link) = &self.link {
+            link.tell(message);
+        }
+    }
+
+    /// How long this node waits for others after its workers have finished.
+    pub(crate) fn exit_barrier_timeout(&self) -> Duration {
+        self.starter
+            .config
+            .rendezvous
+            .as_ref()
+            .map_or(Duration::ZERO, |rendezvous| rendezvous.pace.exit_barrier_timeout)
+    }
+
+    /// Records this node's number.
+    pub(crate) fn joined(&mut self, slot: Slot) {
+        self.slot = Some(slot);
+    }
+
+    /// Takes part in a round; returns whether this node belongs to it. `Err` says why the other nodes dropped it.
+    pub(crate) fn enter(&mut self, round: Round) -> std::result::Result<bool, String> {
+        let was_member = std::mem::replace(&mut self.is_member, round.node_rank.is_some());
+        let Some(node_rank) = round.node_rank else {
+            let lost = "the other nodes continued without this one, because it gave no sign of life in time, or its \
+                        connection to the store was cut";
+            return if was_member { Err(lost.to_string()) } else { Ok(false) };
+        };
+        let local_world_size = self.starter.topology.local_world_size;
+        self.starter.topology = Topology { nodes: round.nodes, node_rank, local_world_size };
+        (self.restart_count, self.attempt) = (round.restart_count, round.attempt);
+        self.starter.is_joint_check = round.is_check;
+        Ok(true)
+    }
+
+    /// From now on, no process is started, since a signal ends the run, for this `reason`.
+    pub(crate) fn stop(&mut self, signal: i32, reason: &str) {
+        self.restarts.stopped_by = Some(signal);
+        self.phase = Phase::Ending;
+        let stopped = Verdict::now(How::Stopped, Exit::Signal(signal).code(), reason);
+        self.failure.get_or_insert(Verdict { signal: Some(signal), ..stopped });
+    }
+
+    /// Records that the coordinator has ended the run.
+    pub(crate) fn set_failure(&mut self, reason: String, code: u8) {
+        self.failure.get_or_insert_with(|| Verdict::now(How::Unknown, code, reason));
+    }
+
+    /// Records that the workers of this node cannot be started.
+    pub(crate) fn set_not_started(&mut self, reason: String, code: u8) {
+        let (node, host) = (Some(self.starter.topology.node_rank), Some(host_name()));
+        let failure = || Verdict { node, host, ..Verdict::now(How::NotStarted, code, reason) };
+        self.failure.get_or_insert_with(failure);
+    }
+
+    /// Records that this node has lost the others.
+    pub(crate) fn set_lost(&mut self, reason: String) {
+        self.is_lost = true;
+        let (node, host) = (Some(self.starter.topology.node_rank), Some(host_name()));
+        self.failure.get_or_insert_with(|| Verdict { node, host, ..Verdict::now(How::Lost, 1, reason) });
+    }
+
+    pub(crate) fn is_lost(&self) -> bool {
+        self.is_lost
+    }
+
+    /// Why the run ends, as far as it is known before the workers have ended.
+    pub(crate) fn failure(&self) -> Option<&Verdict> {
+        self.failure.as_ref()
+    }
+
+    /// Reports the verdict on this node's workers, and returns the one on which all nodes agree.
+    pub(crate) fn agree(&self, own: Option<Verdict>) -> Option<Verdict> {
+        self.link.as_ref()?.agree(own)
+    }
+
+    /// Judges the failure of all workers, which have ended and will be restarted. Worker `first` was the first to fail.
+    pub(crate) fn judge_attempt(&mut self, workers: &[Worker], first: Option<usize>) {
+        let findings = self.judge.examine(workers, None, self.starter.topology);
+        let verdict = findings.verdict(first).map(|(_, verdict)| verdict);
+        if self.is_linked() {
+            return self.tell(Message::Ended(verdict));
+        }
+        let Some(verdict) = verdict else { return };
+        let is_known = first.and_then(|first| workers.get(first)).is_some_and(|first| verdict.rank == Some(first.rank));
+        if !is_known {
+            message(&verdict.text);
+        }
+        self.survive(verdict);
+    }
+
+    /// Records a failure after which the run continues.
+    pub(crate) fn survive(&mut self, verdict: Verdict) {
+        self.judge.survive(verdict, self.restart_count);
+    }
+
+    /// Records that the run has ended well.
+    pub(crate) fn succeed(&mut self) {
+        self.judge.verdicts.succeed(self.restart_count);
+    }
+
+    /// Records the failure that has ended the run.
+    pub(crate) fn fail(&mut self, verdict: Verdict) {
+        self.judge.verdicts.add(verdict, Outcome::Failed, self.restart_count);
+        self.phase = Phase::Ending;
+        if !self.is_linked() {
+            self.tell_status();
+        }
+    }
+
+    /// Leaves the other nodes, which this one no longer needs. They may need its store for `patience`, or until `interrupted`.
+    pub(crate) fn leave(&mut self, patience: Duration, interrupted: impl FnMut() -> bool) {
+        if let Some(link) = self.link.take() {
+            link.leave(patience, interrupted);
+        }
+    }
+
+    /// The store of a run on this machine alone.
+    fn own_store(&mut self) -> Result<Option<Arc<dyn Store>>> {
+        // Until a worker proves that it knows the secret, the store may serve PyTorch's programs, which this agent
+        // would drive out.
+        let is_ours = |server: &&TcpStoreServer| self.link.is_none() && server.is_joined();
+        let Some(server) = self.server.as_ref().filter(is_ours) else { return Ok(None) };
+        let store = match &mut self.own_store {
+            Some(store) => store,
+            none => {
+                let options = TcpStoreOptions { timeout: TIMEOUT, secret: self.starter.config.secret.get().cloned() };
+                none.insert(Arc::new(TcpStore::connect_with(&server.own_host(), server.port(), options)?))
+            }
+        };
+        Ok(Some(Arc::clone(store)))
+    }
+
+    /// The smallest world size that an elastic run on this machine alone accepts.
+    fn elastic(&mut self) -> Result<Option<usize>> {
+        let Some(store) = self.own_store()? else { return Ok(None) };
+        let (attempt, world_size) = (self.attempt, self.starter.topology.world_size());
+        Ok(self.members.get_or_insert_with(|| Members::new(store, attempt, world_size)).announced()?)
+    }
+
+    fn start(&mut self, local_rank: usize, incarnation: u64) -> Result<Worker> {
+        let agent = format!("{}/{}/{incarnation}/{}", self.run_id, self.attempt, self.min_world_size());
+        self.starter.start(local_rank, &Incarnation { restart_count: self.restart_count, agent })
+    }
+
+    /// The smallest world size of an elastic run, unless its program sets one.
+    fn min_world_size(&self) -> usize {
+        let topology = self.starter.topology;
+        match &self.starter.config.rendezvous {
+            Some(rendezvous) if !rendezvous.is_static => rendezvous.terms.min_nodes * topology.local_world_size,
+            _ => topology.world_size(),
+        }
+    }
+
+    /// Starts the next process with a rank of this node, after the previous one has ended.
+    pub(crate) fn start_again(&mut self, replacement: &Replacement) -> Result<Worker> {
+        self.restart_count = replacement.restart_count;
+        let topology = self.starter.topology;
+        let local_rank = replacement.rank.saturating_sub(topology.rank(0));
+        self.start(local_rank, replacement.incarnation)
+    }
+
+    /// Starts the workers of this node, which a run in progress has admitted.
+    pub(crate) fn start_admitted(&mut self, admission: &Admission, mut started: impl FnMut(Worker)) -> Result<()> {
+        let Admission { attempt, restart_count, node_rank, nodes, ref incarnations, .. } = *admission;
+        let local_world_size = self.starter.topology.local_world_size;
+        self.starter.topology = Topology { nodes, node_rank, local_world_size };
+        (self.attempt, self.restart_count) = (attempt, restart_count);
+        (self.is_member, self.starter.is_joint_check) = (true, false);
+        (0..local_world_size).try_for_each(|local_rank| {
+            let incarnation = incarnations.get(local_rank).copied().unwrap_or(0);
+            self.start(local_rank, incarnation).map(&mut started)
+        })
+    }
+
+    /// Whether `slot` is the number of this node.
+    pub(crate) fn is_own(&self, slot: Slot) -> bool {
+        self.slot == Some(slot)
+    }
+
+    /// Starts all workers, and passes each to `started`.
+    pub(crate) fn start_all(&mut self, mut started: impl FnMut(Worker)) -> Result<()> {
+        let topology = self.starter.topology;
+        (0..topology.local_world_size).try_for_each(|local_rank| self.start(local_rank, 0).map(&mut started))
+    }
+
+    /// Restarts all workers.
+    pub(crate) fn restart_all(&mut self, started: impl FnMut(Worker)) -> Result<()> {
+        if self.link.is_some() {
+            // The coordinator has numbered this start, and has cleared the store.
+            return self.start_all(started);
+        }
+        self.attempt += 1;
+        (self.members, self.own_store, self.phase) = (None, None, Phase::Running);
+        if self.server.take().is_some() {
+            // A new store, since PyTorch uses the same keys in each attempt and would connect to ranks that have ended.
+            (self.server, self.starter.master_port) = store::host(self.starter.config, &self.status())?;
+            if let (Some(source), Some(server)) = (&self.source, &self.server) {
+                source.set_store(server, self.status());
+            }
+        }
+        self.start_all(started)
+    }
+
+    /// Decides what follows the end of `worker`, while no other has failed, or while a signal ends the run.
+    pub(crate) fn on_exit(&mut self, worker: &mut Worker) -> Reaction {
+        let Some(ended) = worker.ended else { return Reaction::Continue };
+        let failed = ended.how != Exit::Code(0);
+        if let Some(link) = &self.link {
+            link.tell(Message::Exited(Exited { rank: worker.rank, exit: ended.how }));
+            return if failed { Reaction::Reported } else { Reaction::Continue };
+        }
+        let alone = || self.judge.examine(std::slice::from_ref(worker), None, self.starter.topology).on_one();
+        let alone = if failed { alone() } else { None };
+        let reaction = self.react(worker, ended.how, failed).unwrap_or_else(|error| {
+            message(format_args!("rank {} {} and cannot be replaced: {error}", worker.rank, ended.how));
+            if failed { Reaction::Fail } else { Reaction::Continue }
+        });
+        if failed {
+            self.phase = match reaction {
+                Reaction::RestartAll => Phase::Restarting,
+                Reaction::Fail => Phase::Ending,
+                _ if self.restarts.stopped_by.is_some() => Phase::Ending,
+                _ => Phase::Running,
+            };
+            // Otherwise the failure is judged when all workers have ended.
+            if let (Reaction::Continue | Reaction::Replaced(_), Some(verdict)) = (&reaction, alone) {
+                self.survive(verdict);
+            }
+            self.tell_status();
+        }
+        reaction
+    }
+
+    /// The status of a run on this machine alone.
+    fn status(&self) -> RunStatus {
+        let config = self.starter.config;
+        RunStatus {
+            phase: self.phase,
+            attempt: self.attempt,
+            restarts: self.restarts.used,
+            last_failure: self.judge.verdicts.last().map(Verdict::in_short),
+            ..RunStatus::of(config)
+        }
+    }
+
+    fn tell_status(&mut self) {
+        let status = self.status();
+        if let Some(source) = &self.source {
+            source.set_run(status.clone());
+        }
+        let status = encode(&status);
+        let told =
+            self.own_store().and_then(|store| Ok(store.map(|store| store.set(RUN_STATUS, &status)).transpose()?));
+        if let Err(error) = told {
+            log::debug!("the status of the run is not in its store: {error}");
+        }
+    }
+
+    fn react(&mut self, worker: &mut Worker, how: Exit, failed: bool) -> Result<Reaction> {
+        let (rank, code, how) = (worker.rank, how.code(), how.to_string());
+        // Without this connection, the workers cannot have connected either.
+        let min_world_size = self.elastic().unwrap_or_else(|error| {
+            log::debug!("cannot connect to this launcher's own store: {error}");
+            None
+        });
+        let elastic = self.members.as_mut().zip(min_world_size);
+        let end = End { rank, how: &how, what: &format!("rank {rank} {how}"), failed };
+        let (consequence, reason) = consequence::on_exit(elastic, end, &mut self.restarts)?;
+        Ok(match consequence {
+            Consequence::Continue | Consequence::EndRanks => Reaction::Continue,
+            Consequence::Fail => Reaction::Fail,
+            Consequence::RestartAll => {
+                message(reason);
+                self.restart_count = self.restarts.used;
+                Reaction::RestartAll
+            }
+            Consequence::ScaleDown => {
+                if !self.restarts.have_asked_for(code) {
+                    message(reason);
+                }
+                worker.given_up = true;
+                Reaction::Continue
+            }
+            Consequence::Replace => {
+                message(reason);
+                self.restart_count = self.restarts.used;
+                let incarnation = self.members.as_ref().map_or(0, |members| members.incarnation(rank));
+                self.start(worker.local_rank, incarnation).map(Reaction::Replaced).inspect_err(|error| {
+                    let reason = format!("its process {how} and cannot be restarted: {error}");
+                    // The workers are ended in any case.
+                    let _ = self.members.as_ref().map(|members| members.fail(rank, reason));
+                })?
+            }
+        })
+    }
+}

@@ -1,0 +1,222 @@
+//! The consequences of the end of a rank's process, on one machine or several: the ranks that are restarted, and those that
+//! continue.
+use super::members::{Members, Ranks};
+use super::worker::Exit;
+use crate::console::message;
+use candle_ddp_rendezvous::Result;
+
+/// How often workers may be restarted, and how often they were.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Restarts {
+    pub(crate) most: u32,
+    pub(crate) used: u32,
+    /// The signal that ends the run: from then on, no process is started.
+    pub(crate) stopped_by: Option<i32>,
+}
+
+impl Restarts {
+    pub(crate) fn new(most: u32) -> Self {
+        Self { most, used: 0, stopped_by: None }
+    }
+
+    pub(crate) fn are_left(self) -> bool {
+        self.stopped_by.is_none() && self.used < self.most
+    }
+
+    /// Whether a process ended with this exit code because it was asked to: by the signal that ends the run, for which it
+    /// has no handler.
+    pub(crate) fn have_asked_for(self, code: u8) -> bool {
+        self.stopped_by.is_some_and(|signal| Exit::Signal(signal).code() == code)
+    }
+}
+
+/// The end of a rank's process.
+#[derive(Clone, Copy)]
+pub(crate) struct End<'a> {
+    pub(crate) rank: usize,
+    /// As in "exited with code 1".
+    pub(crate) how: &'a str,
+    /// The same with the rank, and its node if there are several.
+    pub(crate) what: &'a str,
+    pub(crate) failed: bool,
+}
+
+/// The consequence.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Consequence {
+    /// Nothing: the rank has done its work, or is not needed.
+    Continue,
+    /// The other ranks cannot finish without it; they end by themselves.
+    EndRanks,
+    /// The run has failed.
+    Fail,
+    /// All workers are ended, and then restarted.
+    RestartAll,
+    /// A new process takes its place.
+    Replace,
+    /// The other ranks continue without it: torchelastic's scale-down.
+    ScaleDown,
+}
+
+/// Decides what follows, and why; the reason is empty if there is nothing to say.
+fn judge(end: End, ranks: Ranks, restarts: Restarts) -> (Consequence, String) {
+    let End { rank, how, what, failed } = end;
+    let Restarts { most, used, stopped_by } = restarts;
+    let turn = format!("(restart {} of {most})", used.saturating_add(1));
+    match ranks {
+        Ranks::With { .. } if !failed => {
+            (Consequence::EndRanks, format!("its process {how} before all ranks had finished"))
+        }
+        _ if !failed => (Consequence::Continue, String::new()),
+        Ranks::Without => (Consequence::Continue, String::new()),
+        Ranks::Over { finished: true } => (
+            Consequence::Fail,
+            format!(
+                "rank {rank} {how} after all ranks had finished elastic::run: it is not restarted, and the work that \
+                 its program does after elastic::run may be incomplete"
+            ),
+        ),
+        Ranks::Over { finished: false } => (Consequence::Fail, String::new()),
+        Ranks::Fixed if restarts.are_left() => {
+            (Consequence::RestartAll, format!("{what}: restarting all workers {turn}"))
+        }
+        Ranks::Fixed => (Consequence::Fail, String::new()),
+        Ranks::With { .. } if restarts.are_left() => {
+            (Consequence::Replace, format!("{what}: a new process takes its place {turn}"))
+        }
+        Ranks::With { others, least } if others == 0 || others < least => {
+            let used = match (stopped_by, most) {
+                (Some(_), _) => "no process takes its place, because a signal ends the run".to_string(),
+                (None, 0) => "ddprun restarts none (--max-restarts 0)".to_string(),
+                (None, _) => format!("all restarts are used up (--max-restarts {most})"),
+            };
+            let few = format!("the {others} remaining rank(s) are fewer than min_world_size ({least})");
+            (Consequence::Fail, format!("its process {how}, {used}, and {few}"))
+        }
+        Ranks::With { others, .. } => {
+            (Consequence::ScaleDown, format!("{what}: the other {others} rank(s) continue without it"))
+        }
+    }
+}
+
+/// Decides what follows and why, counts a restart if one is used, and informs the ranks of an elastic run. `elastic`
+/// holds these ranks, and the smallest number of them that may continue.
+pub(crate) fn on_exit(
+    elastic: Option<(&mut Members, usize)>,
+    end: End,
+    restarts: &mut Restarts,
+) -> Result<(Consequence, String)> {
+    let Some((members, least)) = elastic else {
+        let (consequence, reason) = judge(end, Ranks::Fixed, *restarts);
+        restarts.used += u32::from(consequence == Consequence::RestartAll);
+        return Ok((consequence, reason));
+    };
+    let ranks = members.ranks(end.rank, least)?;
+    let (consequence, reason) = judge(end, ranks, *restarts);
+    let next = match consequence {
+        Consequence::Replace => members.with_new([end.rank]),
+        Consequence::ScaleDown => members.without(|rank| rank == end.rank),
+        Consequence::EndRanks | Consequence::Fail => {
+            match ranks {
+                Ranks::With { .. } => members.fail(end.rank, reason.clone())?,
+                _ if !reason.is_empty() => message(&reason),
+                _ => {}
+            }
+            return Ok((consequence, reason));
+        }
+        Consequence::Continue | Consequence::RestartAll => return Ok((consequence, reason)),
+    };
+    if !members.change(next)? {
+        // Meanwhile, the ranks have ended the run.
+        return Ok((Consequence::Fail, String::new()));
+    }
+    restarts.used += u32::from(consequence == Consequence::Replace);
+    Ok((consequence, reason))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const FAILED: End = End { rank: 1, how: "exited with code 7", what: "rank 1 exited with code 7", failed: true };
+    const FINISHED: End = End { rank: 1, how: "exited with code 0", what: "rank 1 exited with code 0", failed: false };
+
+    #[test]
+    fn what_follows_the_end_of_a_process() {
+        let (some, none) = (Restarts { used: 1, ..Restarts::new(3) }, Restarts { used: 3, ..Restarts::new(3) });
+        let stopped = Restarts { stopped_by: Some(15), ..some };
+        let (enough, few) = (Ranks::With { others: 2, least: 2 }, Ranks::With { others: 1, least: 2 });
+        let over = |finished| Ranks::Over { finished };
+        for (end, ranks, restarts, consequence, reason) in [
+            (
+                FAILED,
+                Ranks::Fixed,
+                some,
+                Consequence::RestartAll,
+                "rank 1 exited with code 7: restarting all workers (restart 2 of 3)",
+            ),
+            (FAILED, Ranks::Fixed, none, Consequence::Fail, ""),
+            (FINISHED, Ranks::Fixed, some, Consequence::Continue, ""),
+            (
+                FAILED,
+                few,
+                some,
+                Consequence::Replace,
+                "rank 1 exited with code 7: a new process takes its place (restart 2 of 3)",
+            ),
+            (
+                FAILED,
+                enough,
+                none,
+                Consequence::ScaleDown,
+                "rank 1 exited with code 7: the other 2 rank(s) continue without it",
+            ),
+            (
+                FAILED,
+                few,
+                none,
+                Consequence::Fail,
+                "all restarts are used up (--max-restarts 3), and the 1 remaining rank(s)",
+            ),
+            (FAILED, few, Restarts::new(0), Consequence::Fail, "ddprun restarts none (--max-restarts 0)"),
+            (
+                FAILED,
+                enough,
+                stopped,
+                Consequence::ScaleDown,
+                "rank 1 exited with code 7: the other 2 rank(s) continue without it",
+            ),
+            (
+                FAILED,
+                few,
+                stopped,
+                Consequence::Fail,
+                "no process takes its place, because a signal ends the run, and the 1",
+            ),
+            (FAILED, Ranks::Fixed, stopped, Consequence::Fail, ""),
+            (FAILED, Ranks::With { others: 0, least: 0 }, none, Consequence::Fail, "the 0 remaining rank(s)"),
+            (
+                FINISHED,
+                enough,
+                some,
+                Consequence::EndRanks,
+                "its process exited with code 0 before all ranks had finished",
+            ),
+            (FAILED, Ranks::Without, some, Consequence::Continue, ""),
+            (FINISHED, Ranks::Without, some, Consequence::Continue, ""),
+            (
+                FAILED,
+                over(true),
+                some,
+                Consequence::Fail,
+                "rank 1 exited with code 7 after all ranks had finished elastic::run",
+            ),
+            (FAILED, over(false), some, Consequence::Fail, ""),
+            (FINISHED, over(true), some, Consequence::Continue, ""),
+        ] {
+            let (judged, why) = judge(end, ranks, restarts);
+            assert_eq!((judged, why.is_empty()), (consequence, reason.is_empty()), "{why}");
+            assert!(why.contains(reason), "{why}");
+        }
+    }
+}

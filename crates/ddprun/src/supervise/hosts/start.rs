@@ -1,0 +1,416 @@
+//! Starting the agents, and following them.
+use super::{AGENT, MASTER_ADDR, NNODES, NODE_RANK, WORKERS};
+use crate::child;
+use crate::command::cli::Cli;
+use crate::command::hosts::Hosts;
+use crate::command::options::Options;
+use crate::command::processes::Processes;
+use crate::command::secret::RunSecret;
+use crate::console::{Target, message};
+use crate::error::{Error, Result};
+use crate::signal;
+use crate::supervise::events::{Event, Events};
+use crate::supervise::lines::Lines;
+use crate::supervise::output::{self, Intake, Source};
+use crate::supervise::worker::Exit;
+use crate::tail::Tail;
+use candle_ddp_env::beginning_with;
+use rustix::io::Errno;
+use rustix::process::{Pid, WaitOptions, wait};
+use signal_hook::consts::SIGCHLD;
+use std::ffi::{OsStr, OsString};
+use std::io::Write;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::process::CommandExt;
+use std::process::{Child, ChildStdin, Command, Stdio};
+use std::time::{Duration, Instant};
+
+/// ssh asks for no password, since its input is the agent's, and notices within 15 s that the other machine is gone or cannot be
+/// reached. Nothing of this machine is forwarded there, such as the user's ssh-agent, whatever the user's configuration says.
+const SSH: [&str; 14] = [
+    "ssh",
+    "-T",
+    "-a",
+    "-x",
+    "-o",
+    "ClearAllForwardings=yes",
+    "-o",
+    "BatchMode=yes",
+    "-o",
+    "ConnectTimeout=15",
+    "-o",
+    "ServerAliveInterval=5",
+    "-o",
+    "ServerAliveCountMax=3",
+];
+/// ssh's exit code if the connection fails.
+const NO_CONNECTION: i32 = 255;
+/// How long agents may take to end, in addition to --shutdown-timeout, when they should.
+const REST: Duration = Duration::from_secs(15);
+
+/// How long the other agents may take to end by themselves when one has failed: those of a run end together, but one that has ended
+/// before it met the others would be waited for.
+const TOGETHER: Duration = Duration::from_secs(5);
+
+/// Variables that reach the workers on all machines begin with one of these; others do not.
+const FORWARDED: [&str; 4] = ["CANDLE_DDP_", "NCCL_", "PET_", "RUST_"];
+
+/// A ddprun on another machine.
+struct Agent {
+    host: String,
+    process: Child,
+    pid: Pid,
+    /// `None` once it was told to end.
+    input: Option<ChildStdin>,
+    ended: Option<Exit>,
+}
+
+/// Runs the program of `cli` on `hosts`, with one ddprun on each, and returns the exit code: that of the first one that failed.
+pub(crate) fn run(cli: &Cli, hosts: &Hosts) -> Result<u8> {
+    let workers = check(cli, hosts)?;
+    let options = &cli.options;
+    let secret = RunSecret::resolve(options.no_secret, 1)?;
+    let events = Events::listen(&options.signals_to_handle)?;
+    let (intake, incoming) = output::intake().map_err(|error| Error::io("creating a pipe", error))?;
+    events.forward(incoming)?;
+    let first_line = format!("{}\n", secret.get().map_or("", |secret| secret.reveal()));
+    let mut agents = Vec::new();
+    for (node_rank, host) in hosts.0.iter().enumerate() {
+        let command = command(cli, hosts, node_rank, workers)?;
+        agents.push(start(cli.ranks.rsh.as_deref(), &host.name, &command, &first_line, &intake, node_rank)?);
+    }
+    Ok(follow(&mut agents, intake, &events, options))
+}
+
+/// Refuses what contradicts `--hosts`. Returns the number of workers on each machine, if the list has it.
+fn check(cli: &Cli, hosts: &Hosts) -> Result<Option<usize>> {
+    let ranks = &cli.ranks;
+    let given = [
+        ("--nnodes", ranks.nnodes != "1"),
+        ("--node-rank", ranks.node_rank.is_some()),
+        ("--standalone", ranks.standalone),
+        ("--rdzv-endpoint", ranks.rdzv_endpoint.is_some()),
+        ("--rdzv-backend", !matches!(ranks.rdzv_backend.as_deref(), None | Some("" | "static"))),
+    ];
+    if let Some((option, _)) = given.into_iter().find(|(_, is_given)| *is_given) {
+        return Err(Error::usage(option, "follows from --hosts: omit one of the two"));
+    }
+    let workers = hosts.workers().map_err(|reason| Error::usage("--hosts", reason))?;
+    match ranks.nproc_per_node {
+        Processes::Count(count) if count.get() == 1 || workers.is_none_or(|workers| workers == count.get()) => {}
+        _ if workers.is_none() => {}
+        _ => {
+            return Err(Error::usage(
+                "--nproc-per-node",
+                "differs from the number of workers in --hosts: omit one of the two",
+            ));
+        }
+    }
+    Ok(workers)
+}
+
+/// The command of the agent on a machine, for a shell there.
+fn command(cli: &Cli, hosts: &Hosts, node_rank: usize, workers: Option<usize>) -> Result<String> {
+    let first = hosts.0.first().map_or("", |host| &host.name);
+    let first = first.rsplit_once('@').map_or(first, |(_, name)| name);
+    let mut variables: Vec<(&str, String)> = vec![
+        (AGENT, "1".to_string()),
+        (NNODES, hosts.0.len().to_string()),
+        (NODE_RANK, node_rank.to_string()),
+        (MASTER_ADDR, cli.ranks.master_addr.clone().unwrap_or_else(|| first.to_string())),
+    ];
+    variables.extend(workers.map(|workers| (WORKERS, workers.to_string())));
+    let is_own = |name: &OsStr| {
+        let name = name.to_string_lossy();
+        name.contains("SECRET") || variables.iter().any(|(own, _)| *own == name)
+    };
+    let others: Vec<_> = beginning_with(&FORWARDED).into_iter().filter(|(name, _)| !is_own(name)).collect();
+    let folder = std::env::current_dir().map_err(|error| Error::io("finding the current folder", error))?;
+    let program = std::env::current_exe().map_err(|error| Error::io("finding the program of ddprun", error))?;
+    let host = hosts.0.get(node_rank).map_or("", |host| &host.name);
+    let says = |text: String, code: u8| {
+        let text = quoted(OsStr::new(&format!("ddprun: {host}: {text}")));
+        format!(" || {{ echo {} >&2; exit {code}; }}; ", text.to_string_lossy())
+    };
+    let mut script = OsString::from("cd ");
+    script.push(quoted(folder.as_os_str()));
+    let shown = folder.display();
+    script.push(says(format!("cannot enter the folder {shown}: all machines of --hosts must have it"), 126));
+    // Positional parameters, since a variable may be in the environment of that machine.
+    script.push("set -- ");
+    script.push(quoted(program.as_os_str()));
+    script.push("; [ -f \"$1\" ] && [ -x \"$1\" ] || set -- ddprun; command -v \"$1\" >/dev/null");
+    let shown = program.display();
+    script.push(says(format!("there is no ddprun: neither {shown} nor one in PATH"), 127));
+    script.push("exec env");
+    let variables = variables.into_iter().map(|(name, value)| (OsString::from(name), OsString::from(value)));
+    for (mut variable, value) in variables.chain(others) {
+        variable.push("=");
+        variable.push(value);
+        script.push(" ");
+        script.push(quoted(&variable));
+    }
+    script.push(" \"$1\"");
+    // Each agent takes --hosts for what it is.
+    for argument in std::env::args_os().skip(1) {
+        script.push(" ");
+        script.push(quoted(&argument));
+    }
+    Ok(for_any_shell(&script))
+}
+
+/// A command that runs `script` with `sh`, whatever the user's shell is on the other machine. Shells do not agree on quotes,
+/// backslashes, exclamation marks and line breaks within quotes: a script that has any is written with numbers for them.
+fn for_any_shell(script: &OsStr) -> String {
+    let is_plain = |byte: &u8| (b' '..=b'~').contains(byte);
+    match script.to_str() {
+        Some(script) if script.bytes().all(|byte| is_plain(&byte) && !b"'\\!".contains(&byte)) => {
+            format!("exec sh -c '{script}'")
+        }
+        _ => {
+            let number = |byte: &u8| match is_plain(byte) && !b"'\"$`\\!%".contains(byte) {
+                true => char::from(*byte).to_string(),
+                false => format!("\\{byte:03o}"),
+            };
+            let numbers: String = script.as_bytes().iter().map(number).collect();
+            format!("exec sh -c 'eval \"$(printf \"{numbers}\")\"'")
+        }
+    }
+}
+
+/// A word for a POSIX shell, with single quotes only if it needs them.
+fn quoted(word: &OsStr) -> OsString {
+    let mut bytes = Vec::new();
+    match word.as_bytes() {
+        [_, ..] if word.as_bytes().iter().all(|byte| byte.is_ascii_alphanumeric() || b"_./=:,@+-".contains(byte)) => {
+            bytes.extend(word.as_bytes());
+        }
+        word if !word.iter().any(|byte| b"\"$`\\".contains(byte)) => {
+            bytes.push(b'"');
+            bytes.extend(word);
+            bytes.push(b'"');
+        }
+        word => {
+            bytes.push(b'\'');
+            for byte in word {
+                match byte {
+                    b'\'' => bytes.extend(br"'\''"),
+                    byte => bytes.push(*byte),
+                }
+            }
+            bytes.push(b'\'');
+        }
+    }
+    OsStr::from_bytes(&bytes).to_os_string()
+}
+
+fn start(
+    rsh: Option<&str>,
+    host: &str,
+    script: &str,
+    first_line: &str,
+    intake: &Intake,
+    node_rank: usize,
+) -> Result<Agent> {
+    let words: Vec<&str> = match rsh {
+        Some(rsh) => rsh.split_whitespace().collect(),
+        None => SSH.to_vec(),
+    };
+    let (program, arguments) = words.split_first().ok_or_else(|| Error::usage("--rsh", "is empty"))?;
+    let mut command = Command::new(program);
+    command.args(arguments).arg(host).arg(script);
+    command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    // The terminal's signals are for this process, which forwards them.
+    command.process_group(0);
+    child::bind_to_launcher(&mut command);
+    let hint = "it starts ddprun on the machines of --hosts: install it, or give another program by --rsh".to_string();
+    let started = command.spawn();
+    let mut process = started.map_err(|error| Error::Program { program: program.to_string(), error, hint })?;
+    let pid = Pid::from_child(&process);
+    let streams = [
+        (Target::Stdout, process.stdout.take().map(Into::into)),
+        (Target::Stderr, process.stderr.take().map(Into::into)),
+    ];
+    for (target, fd) in streams {
+        let shown = Some(Lines::new(None, false));
+        intake.add(Source {
+            fd,
+            local_rank: node_rank,
+            restart_count: 0,
+            target,
+            shown,
+            file: None,
+            tail: Tail::default(),
+        });
+    }
+    let mut input = process.stdin.take();
+    // If the connection has failed already, its end says so.
+    let _ = input.as_mut().map(|input| input.write_all(first_line.as_bytes()));
+    Ok(Agent { host: host.to_string(), process, pid, input, ended: None })
+}
+
+/// Waits for all agents, and forwards signals to them.
+fn follow(agents: &mut [Agent], intake: Intake, events: &Events, options: &Options) -> u8 {
+    let (mut failed, mut deadline, mut is_read, mut is_signalled) = (None, None, false, false);
+    loop {
+        reap(agents, &mut failed, &mut deadline, options);
+        if agents.iter().all(|agent| agent.ended.is_some()) {
+            break;
+        }
+        // A second signal would not let workers save.
+        let alone = failed.as_ref().and_then(|failed: &Failed| failed.alone).filter(|_| !is_signalled);
+        match events.next(alone.into_iter().chain(deadline).min()) {
+            Some(Event::Signal(SIGCHLD) | Event::News(_)) => {}
+            Some(Event::Signal(number)) => {
+                let is_last = options.signals_to_handle.contains(&number);
+                let is_known = is_last || signal::FOR_WORKERS.contains(&number);
+                tell(agents, number, is_known);
+                is_signalled |= is_last;
+                if is_last && deadline.is_none() {
+                    deadline = Instant::now().checked_add(options.shutdown_timeout.saturating_add(REST));
+                }
+            }
+            Some(Event::Output(_)) => is_read = true,
+            None if alone.is_some_and(|alone| alone <= Instant::now()) => {
+                let Some(Failed { host, how, alone }) = &mut failed else { continue };
+                message(format_args!(
+                    "the ddprun on {host} has {how}, and its output is above. Those on {} have not ended: ending them",
+                    left(agents)
+                ));
+                *alone = None;
+                agents.iter_mut().for_each(|agent| agent.input = None);
+            }
+            None => {
+                message(format_args!(
+                    "no longer waiting for {}: look for workers that may be left there",
+                    left(agents)
+                ));
+                for agent in agents.iter_mut().filter(|agent| agent.ended.is_none()) {
+                    agent.input = None;
+                    // It may have ended in the meantime.
+                    let _ = agent.process.kill();
+                }
+                failed.get_or_insert(Failed { host: String::new(), how: Exit::Code(1), alone: None });
+                break;
+            }
+        }
+    }
+    // No more output comes, except for what the agents wrote last.
+    drop(intake);
+    let until = Instant::now() + REST;
+    while !is_read {
+        match events.next(Some(until)) {
+            Some(Event::Output(_)) | None => is_read = true,
+            Some(_) => {}
+        }
+    }
+    failed.map_or(0, |failed| failed.how.code())
+}
+
+/// The first agent that has failed.
+struct Failed {
+    host: String,
+    how: Exit,
+    /// When the others are told to end, if they have not ended by themselves.
+    alone: Option<Instant>,
+}
+
+/// The hosts of the agents that have not ended.
+fn left(agents: &[Agent]) -> String {
+    let late = agents.iter().filter(|agent| agent.ended.is_none());
+    late.map(|agent| agent.host.as_str()).collect::<Vec<_>>().join(", ")
+}
+
+fn tell(agents: &mut [Agent], number: i32, is_known: bool) {
+    let line = format!("{}\n", signal::name(number));
+    for input in agents.iter_mut().filter_map(|agent| agent.input.as_mut()).filter(|_| is_known) {
+        // If the connection has failed, its end says so.
+        let _ = input.write_all(line.as_bytes());
+    }
+}
+
+/// Notes the agents that have ended. The others would wait for one that has not come as far as to meet them.
+fn reap(agents: &mut [Agent], failed: &mut Option<Failed>, deadline: &mut Option<Instant>, options: &Options) {
+    loop {
+        let (pid, status) = match wait(WaitOptions::NOHANG) {
+            Ok(Some(ended)) => ended,
+            Err(Errno::INTR) => continue,
+            Ok(None) | Err(_) => return,
+        };
+        let Some(agent) = agents.iter_mut().find(|agent| agent.pid == pid) else { continue };
+        let how = Exit::new(status);
+        (agent.ended, agent.input) = (Some(how), None);
+        if how == Exit::Code(0) {
+            continue;
+        }
+        if how == Exit::Code(NO_CONNECTION) || matches!(how, Exit::Signal(_)) {
+            message(format_args!("the connection to {} has ended ({how}): its output is above", agent.host));
+        }
+        // The agents of a run end together, and say why.
+        let alone = match how {
+            Exit::Signal(_) | Exit::Code(NO_CONNECTION | 2 | 126 | 127) => None,
+            Exit::Code(_) | Exit::NotReplaced => Instant::now().checked_add(TOGETHER),
+        };
+        let first = failed.get_or_insert(Failed { host: agent.host.clone(), how, alone });
+        if alone.is_none() {
+            first.alone = None;
+            agents.iter_mut().for_each(|agent| agent.input = None);
+        }
+        let end = Instant::now().checked_add(options.shutdown_timeout.saturating_add(REST));
+        *deadline = deadline.or(end);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Whatever shell the user has on the other machine.
+    #[test]
+    fn all_shells_read_a_command_alike() {
+        let words = [
+            "it's",
+            "'1 ''77",
+            "a\\b",
+            "\\'",
+            "two\nlines\n",
+            "!1 !! wow!",
+            "$HOME `id`",
+            "100 %s",
+            "\u{fc}\u{2192}",
+            "\"q\"",
+            "",
+            "* ~ [a] {b,c} ; & | > #",
+            "-n",
+            "^a^b",
+            "\t",
+        ];
+        let written = |words: &[&str]| {
+            let mut script = OsString::from("printf \"<%s>\"");
+            for word in words {
+                script.push(" ");
+                script.push(quoted(OsStr::new(word)));
+            }
+            for_any_shell(&script)
+        };
+        let plain = ["a/b", "", "two words", "-n", "~ *?", "[a] {b,c}", "; & | > #", "x=1"];
+        assert!(!written(&plain).contains('\\'));
+        let expected = |words: &[&str]| words.iter().map(|word| format!("<{word}>")).collect::<String>();
+        for shell in ["sh", "bash", "zsh", "csh", "fish"] {
+            for words in [&words[..], &plain] {
+                match Command::new(shell).args(["-c", &written(words)]).output() {
+                    Ok(output) => {
+                        assert_eq!(String::from_utf8_lossy(&output.stdout), expected(words), "{shell}: {output:?}")
+                    }
+                    Err(_) => {
+                        candle_ddp_testing::skip(
+                            "all_shells_read_a_command_alike",
+                            format_args!("{shell} is not installed"),
+                        );
+                        break;
+                    }
+                }
+            }
+        }
+    }
+}

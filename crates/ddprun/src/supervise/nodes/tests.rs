@@ -1,0 +1,525 @@
+//! The state machine of a run, without a network or a clock: what the coordinator decides about messages, silence, last wills
+//! and time.
+use super::message::{Entry, Exited, Message, Node, Round, Slot};
+use super::reports::REPORTS;
+use super::run::{Action, Run};
+use crate::command::terms::{Pace, Terms, version};
+use crate::supervise::worker::Exit;
+use crate::verdict::{How, Verdict};
+use candle_ddp_rendezvous::{Decision, Generations, HashStore};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// A run whose nodes have a worker each, and its clock. With `is_static`, a node's rank is its slot.
+pub(super) struct Fixture {
+    pub(super) run: Run,
+    pub(super) is_static: bool,
+    pub(super) now: Instant,
+    pub(super) survived: Vec<Verdict>,
+}
+
+/// The node that a process describes when it joins.
+fn node(slot: Slot, node_rank: Option<usize>, terms: Terms) -> Node {
+    Node { host: format!("host{slot}"), node_rank, hosts: slot == 0, terms, fitness: None, unfit: None }
+}
+
+impl Fixture {
+    pub(super) fn new(min_nodes: usize, max_nodes: usize, max_restarts: u32, is_static: bool) -> Self {
+        let terms = Terms { run_id: "a".into(), min_nodes, max_nodes, workers: 1, max_restarts, version: version() };
+        let store = Arc::new(HashStore::new(Duration::from_secs(1)));
+        let run = Run::new(terms, Pace::default(), is_static, store);
+        Self { run, is_static, now: Instant::now(), survived: Vec::new() }
+    }
+
+    /// A run of two nodes, which have met.
+    pub(super) fn of_two(min_nodes: usize, max_restarts: u32, is_static: bool) -> Self {
+        let mut fixture = Self::new(min_nodes, 2, max_restarts, is_static);
+        fixture.join(0);
+        fixture.join(1);
+        assert_eq!(fixture.actions(), [start(0, 0, &[0, 1])]);
+        fixture
+    }
+
+    /// A node comes, and is welcome.
+    pub(super) fn join(&mut self, slot: Slot) {
+        let node_rank = self.is_static.then_some(usize::try_from(slot).unwrap());
+        self.tell(slot, Message::Join(node(slot, node_rank, self.run.terms.clone())));
+        assert_eq!(self.run.actions.remove(0), Action::Welcome(slot, None));
+    }
+
+    pub(super) fn tell(&mut self, slot: Slot, message: Message) {
+        self.run.on_message(slot, message);
+    }
+
+    /// The worker of a node fails.
+    pub(super) fn fail(&mut self, slot: Slot, code: u8) {
+        let rank = usize::try_from(slot).unwrap();
+        self.tell(slot, Message::Exited(Exited { rank, exit: Exit::Code(code.into()) }));
+    }
+
+    /// The actions of the run until now, without the verdicts on failures after which it continues.
+    pub(super) fn actions(&mut self) -> Vec<Action> {
+        self.run.on_time(self.now);
+        let mut actions = self.run.take_actions();
+        actions.retain(|action| match action {
+            Action::Write(Entry::Failure(verdict)) => {
+                self.survived.push(verdict.clone());
+                false
+            }
+            _ => true,
+        });
+        actions
+    }
+
+    /// The entries for the nodes until now.
+    pub(super) fn entries(&mut self) -> Vec<Entry> {
+        let entry = |action| match action {
+            Action::Write(entry) => Some(entry),
+            _ => None,
+        };
+        self.actions().into_iter().filter_map(entry).collect()
+    }
+
+    /// Asserts that all workers are now started again, and returns the reason.
+    #[track_caller]
+    pub(super) fn restart_reason(&mut self) -> String {
+        match self.entries().as_slice() {
+            [Entry::Restart { reason }] => reason.clone(),
+            other => panic!("{other:?} instead of a restart"),
+        }
+    }
+
+    /// Asserts that the run has now failed, and returns the reason and the exit code.
+    #[track_caller]
+    pub(super) fn failure(&mut self) -> (String, u8) {
+        match self.entries().as_slice() {
+            [Entry::Failed { reason, code, .. }] => (reason.clone(), *code),
+            other => panic!("{other:?} instead of a failure"),
+        }
+    }
+}
+
+/// The verdict of a node on its worker.
+fn failed(rank: usize, code: u8) -> Verdict {
+    let of_host = Some(format!("host{rank}"));
+    Verdict { rank: Some(rank), node: Some(rank), host: of_host, ..Verdict::now(How::Exit, code, "it failed") }
+}
+
+pub(super) fn start(attempt: u64, restart_count: u32, slots: &[Slot]) -> Action {
+    Action::Start(
+        Round { attempt, restart_count, nodes: slots.len(), is_check: false, node_rank: None },
+        slots.to_vec(),
+    )
+}
+
+#[test]
+fn nodes_meet_and_finish() {
+    let mut fixture = Fixture::new(2, 2, 0, true);
+    fixture.join(1);
+    assert_eq!(fixture.actions(), []);
+    fixture.join(0);
+    assert_eq!(fixture.actions(), [start(0, 0, &[0, 1])]);
+    fixture.tell(0, Message::Finished);
+    assert_eq!(fixture.actions(), []);
+    fixture.tell(1, Message::Finished);
+    assert_eq!(fixture.entries(), [Entry::Done]);
+    for slot in [1, 0] {
+        assert!(!fixture.run.is_over());
+        fixture.tell(slot, Message::Bye);
+    }
+    assert!(fixture.run.is_over());
+}
+
+#[test]
+fn the_others_start_again_without_a_silent_node() {
+    let mut fixture = Fixture::of_two(1, 0, false);
+    fixture.run.on_silence(1);
+    let reason = fixture.restart_reason();
+    assert!(reason.starts_with("node 1 (host host1) has given no sign of life for 5 s"), "{reason}");
+    assert!(reason.ends_with("Restarting all workers, on 1 node(s)"), "{reason}");
+    fixture.tell(0, Message::Ended(None));
+    assert_eq!(fixture.actions(), [Action::Clear, start(1, 1, &[0])]);
+}
+
+#[test]
+fn a_last_will_is_as_good_as_silence() {
+    let mut fixture = Fixture::of_two(1, 0, false);
+    fixture.tell(1, Message::Gone);
+    let reason = fixture.restart_reason();
+    assert!(reason.starts_with("node 1 (host host1) is gone: its ddprun ended without a word"), "{reason}");
+    fixture.tell(0, Message::Ended(None));
+    assert_eq!(fixture.actions(), [Action::Clear, start(1, 1, &[0])]);
+    fixture.tell(1, Message::Gone);
+    assert_eq!(fixture.actions(), []);
+
+    let (reason, code) = {
+        let mut fixture = Fixture::of_two(2, 1, true);
+        fixture.tell(1, Message::Gone);
+        fixture.failure()
+    };
+    assert!(reason.starts_with("node 1 (host host1) is gone") && code == 1, "{reason}");
+}
+
+#[test]
+fn a_last_will_after_a_goodbye_means_nothing() {
+    let mut fixture = Fixture::of_two(1, 0, false);
+    fixture.tell(1, Message::Leave { reason: "ddprun received SIGTERM".into(), signal: Some(15) });
+    let reason = fixture.restart_reason();
+    assert!(reason.starts_with("node 1 (host host1) leaves: ddprun received SIGTERM"), "{reason}");
+    fixture.tell(1, Message::Bye);
+    fixture.tell(1, Message::Gone);
+    assert_eq!(fixture.actions(), []);
+
+    // A node that has finished waits for the others, but not for ever.
+    let mut fixture = Fixture::of_two(2, 0, true);
+    fixture.tell(1, Message::Finished);
+    for message in
+        [Message::Leave { reason: "it has waited long enough".into(), signal: None }, Message::Bye, Message::Gone]
+    {
+        fixture.tell(1, message);
+        assert_eq!(fixture.actions(), []);
+    }
+    fixture.tell(0, Message::Finished);
+    assert_eq!(fixture.entries(), [Entry::Done]);
+    assert!(!fixture.run.is_over(), "the other one still needs the store");
+}
+
+/// All nodes then end in the same way.
+#[test]
+fn a_signal_to_a_node_that_the_run_needs_ends_it_everywhere() {
+    for (is_static, slot) in [(true, 1), (true, 0), (false, 1), (false, 0)] {
+        let mut fixture = Fixture::of_two(2, 0, is_static);
+        fixture.tell(slot, Message::Leave { reason: "ddprun received SIGTERM".into(), signal: Some(15) });
+        let entries = fixture.entries();
+        let [Entry::Failed { reason, code: 143, signal: Some(15) }] = entries.as_slice() else { panic!("{entries:?}") };
+        assert!(
+            reason.starts_with(&format!("node {slot} (host host{slot}) leaves: ddprun received SIGTERM")),
+            "{reason}"
+        );
+        // The store remains until the workers of both have exited, whatever happens to them.
+        fixture.fail(0, 7);
+        fixture.tell(1 - slot, Message::Leave { reason: "ddprun received SIGTERM".into(), signal: Some(15) });
+        for slot in [1, 0] {
+            assert!(!fixture.run.is_over());
+            fixture.tell(slot, Message::Bye);
+            assert_eq!(fixture.actions(), []);
+        }
+        assert!(fixture.run.is_over());
+    }
+}
+
+#[test]
+fn a_run_whose_workers_save_after_a_signal_ends_well() {
+    for (last, is_well) in [(0, true), (3, false)] {
+        let mut fixture = Fixture::of_two(2, 0, true);
+        fixture.tell(1, Message::Leave { reason: "ddprun received SIGTERM".into(), signal: Some(15) });
+        fixture.fail(1, 0);
+        assert!(!fixture.run.has_saved());
+        fixture.fail(0, last);
+        (0..2).for_each(|slot| fixture.tell(slot, Message::Bye));
+        fixture.actions();
+        assert_eq!((fixture.run.is_over(), fixture.run.has_saved()), (true, is_well));
+    }
+}
+
+/// Two nodes, whose ranks accept at least `least`, and a signal that ends the run. Returns the log of their generations.
+fn stopped(least: usize) -> (Fixture, Generations) {
+    let mut fixture = Fixture::new(3, 3, 5, true);
+    (0..3).for_each(|slot| fixture.join(slot));
+    fixture.actions();
+    let log = Generations::new(Generations::agent_prefix(0), Arc::clone(&fixture.run.store));
+    log.announce(least).unwrap();
+    fixture.tell(0, Message::Leave { reason: "ddprun received SIGTERM".into(), signal: Some(15) });
+    assert!(matches!(fixture.entries()[..], [Entry::Failed { signal: Some(15), .. }]));
+    assert_eq!(log.get(1).unwrap(), None);
+    (fixture, log)
+}
+
+#[test]
+fn while_a_signal_ends_the_run_elastic_ranks_continue_without_those_that_end() {
+    let ranks = |log: &Generations, number| match log.get(number).unwrap() {
+        Some(Decision::Members(members)) => members.iter().map(|member| member.rank).collect::<Vec<_>>(),
+        other => panic!("{other:?}"),
+    };
+    // A worker, one that was to take the place of another, a node that is lost, and one that ends without its ranks.
+    let ends: [fn(&mut Fixture); 4] = [
+        |fixture| fixture.fail(1, 137),
+        |fixture| {
+            fixture.tell(1, Message::Exited(Exited { rank: 1, exit: Exit::NotReplaced }));
+        },
+        |fixture| fixture.tell(1, Message::Gone),
+        |fixture| fixture.tell(1, Message::Bye),
+    ];
+    for end in ends {
+        let (mut fixture, log) = stopped(2);
+        end(&mut fixture);
+        assert_eq!(ranks(&log, 1), [0, 2]);
+        // Its goodbye says nothing new.
+        fixture.tell(1, Message::Bye);
+        assert_eq!(log.get(2).unwrap(), None);
+        fixture.fail(0, 137);
+        let Some(Decision::Failed { rank: 0, reason }) = log.get(2).unwrap() else { panic!() };
+        assert!(reason.contains("no process takes its place, because a signal ends the run"), "{reason}");
+        assert_eq!(fixture.actions(), []);
+    }
+}
+
+/// A node that the run needs leaves because of a signal: all ranks save together, so none gets an error.
+#[test]
+fn a_signal_to_a_node_of_an_elastic_run_is_no_failure_of_its_ranks() {
+    for slot in [0, 1] {
+        let mut fixture = Fixture::of_two(2, 5, true);
+        let log = Generations::new(Generations::agent_prefix(0), Arc::clone(&fixture.run.store));
+        log.announce(2).unwrap();
+        fixture.tell(slot, Message::Leave { reason: "ddprun received SIGTERM".into(), signal: Some(15) });
+        assert!(matches!(fixture.entries()[..], [Entry::Failed { signal: Some(15), .. }]));
+        assert_eq!(log.get(1).unwrap(), None);
+    }
+}
+
+#[test]
+fn a_node_that_is_gone_before_the_start_may_come_again() {
+    let mut fixture = Fixture::new(2, 2, 0, false);
+    fixture.join(0);
+    fixture.join(1);
+    fixture.tell(1, Message::Gone);
+    assert_eq!(fixture.actions(), []);
+    fixture.join(2);
+    assert_eq!(fixture.actions(), [start(0, 0, &[0, 2])]);
+}
+
+#[test]
+fn a_node_that_is_gone_is_not_waited_for() {
+    // Before the others start again,
+    let mut fixture = Fixture::of_two(2, 1, false);
+    fixture.fail(0, 7);
+    fixture.restart_reason();
+    fixture.tell(0, Message::Ended(None));
+    assert_eq!(fixture.actions(), []);
+    fixture.tell(1, Message::Gone);
+    assert_eq!(fixture.actions(), [Action::Clear]);
+    fixture.join(2);
+    assert_eq!(fixture.actions(), [start(1, 1, &[0, 2])]);
+    // and for its report.
+    fixture.fail(0, 8);
+    assert_eq!(fixture.failure().1, 8);
+    let report = failed(0, 8);
+    fixture.tell(0, Message::Report(Some(report.clone())));
+    assert_eq!(fixture.actions(), []);
+    fixture.tell(2, Message::Gone);
+    assert_eq!(fixture.actions(), [Action::Conclude(report)]);
+}
+
+#[test]
+fn too_few_nodes_end_the_run_or_use_up_a_restart() {
+    let mut fixture = Fixture::of_two(2, 0, false);
+    fixture.tell(1, Message::Gone);
+    let (reason, code) = fixture.failure();
+    assert!(reason.ends_with("The 1 remaining node(s) are fewer than --nnodes requires (2)"), "{reason}");
+    assert_eq!(code, 1);
+
+    let mut fixture = Fixture::of_two(2, 1, false);
+    fixture.tell(1, Message::Gone);
+    let reason = fixture.restart_reason();
+    assert!(reason.ends_with("All workers will be restarted once 2 node(s) are there"), "{reason}");
+    fixture.tell(0, Message::Ended(None));
+    assert_eq!(fixture.entries(), []);
+    fixture.join(2);
+    assert_eq!(fixture.actions(), [start(1, 1, &[0, 2])]);
+    fixture.tell(2, Message::Gone);
+    fixture.failure();
+}
+
+#[test]
+fn the_last_failure_counts_when_all_restarts_are_used_up() {
+    let mut fixture = Fixture::of_two(2, 1, true);
+    fixture.fail(1, 7);
+    let reason = fixture.restart_reason();
+    let expected = "rank 1 on node 1 (host host1) exited with code 7: restarting all workers (restart 1 of 1)";
+    assert_eq!(reason, expected);
+    for slot in [0, 1] {
+        assert_eq!(fixture.actions(), []);
+        fixture.tell(slot, Message::Ended(None));
+    }
+    assert_eq!(fixture.actions(), [Action::Clear, start(1, 1, &[0, 1])]);
+    fixture.fail(0, 9);
+    assert_eq!(fixture.failure(), ("rank 0 on node 0 (host host0) exited with code 9".to_string(), 9));
+}
+
+/// A worker fails because another node has died: no restart is used up, however that becomes known.
+#[test]
+fn a_failure_is_judged_once_the_other_nodes_are_known_to_live() {
+    for lose in [|run: &mut Run| run.on_message(1, Message::Gone), |run: &mut Run| run.on_silence(1)] {
+        let mut fixture = Fixture::of_two(1, 1, false);
+        fixture.fail(0, 5);
+        fixture.run.on_beat(1);
+        assert_eq!(fixture.actions(), []);
+        lose(&mut fixture.run);
+        assert!(fixture.restart_reason().starts_with("node 1 "));
+        assert_eq!(fixture.run.restarts.used, 0);
+    }
+    let mut fixture = Fixture::of_two(1, 1, false);
+    fixture.fail(0, 5);
+    for _ in 0..2 {
+        assert_eq!(fixture.actions(), []);
+        fixture.run.on_beat(1);
+    }
+    assert!(fixture.restart_reason().starts_with("rank 0 on node 0 (host host0) exited with code 5"));
+    assert_eq!(fixture.run.restarts.used, 1);
+}
+
+#[test]
+fn nodes_that_do_not_come_in_time_end_the_run() {
+    let join_timeout = Pace::default().join_timeout;
+    for (is_static, absent) in [
+        (
+            false,
+            ": start ddprun with the same options on the others, look at its output there, or give them more time \
+             (--rdzv-conf join_timeout=SECONDS)",
+        ),
+        (true, ": look at the output of ddprun with --node-rank 1"),
+    ] {
+        let mut fixture = Fixture::new(2, 2, 0, is_static);
+        assert_eq!(fixture.actions(), []);
+        fixture.join(0);
+        fixture.now += join_timeout - Duration::from_millis(1);
+        assert_eq!(fixture.actions(), []);
+        fixture.now += Duration::from_millis(1);
+        assert_eq!(fixture.failure(), (format!("1 of 2 nodes joined within 600 s{absent}"), 1));
+    }
+    // The time begins anew with each meeting.
+    let mut fixture = Fixture::of_two(2, 1, false);
+    fixture.now += join_timeout;
+    fixture.tell(1, Message::Gone);
+    fixture.restart_reason();
+    fixture.tell(0, Message::Ended(None));
+    assert_eq!(fixture.actions(), [Action::Clear]);
+    fixture.now += join_timeout - Duration::from_millis(1);
+    assert_eq!(fixture.actions(), []);
+    fixture.now += Duration::from_millis(1);
+    fixture.failure();
+}
+
+#[test]
+fn the_first_round_waits_for_more_nodes_than_it_needs() {
+    let last_call_timeout = Pace::default().last_call_timeout;
+    let mut fixture = Fixture::new(1, 3, 0, false);
+    fixture.join(0);
+    assert_eq!(fixture.actions(), []);
+    // Too few nodes in between: the last call begins anew.
+    fixture.now += last_call_timeout / 2;
+    fixture.tell(0, Message::Gone);
+    assert_eq!(fixture.actions(), []);
+    fixture.join(1);
+    assert_eq!(fixture.actions(), []);
+    fixture.now += last_call_timeout / 2;
+    fixture.join(2);
+    assert_eq!(fixture.actions(), []);
+    fixture.now += last_call_timeout / 2;
+    assert_eq!(fixture.actions(), [start(0, 0, &[1, 2])]);
+    // Later rounds do not wait.
+    fixture.tell(1, Message::Gone);
+    fixture.restart_reason();
+    fixture.tell(2, Message::Ended(None));
+    assert_eq!(fixture.actions(), [Action::Clear, start(1, 1, &[2])]);
+}
+
+/// Of a restart, too, although the worker that failed first was not the cause.
+#[test]
+fn the_nodes_agree_on_the_verdict_on_a_failure_that_the_run_survives() {
+    let mut fixture = Fixture::of_two(2, 2, true);
+    fixture.fail(0, 7);
+    fixture.restart_reason();
+    let killed = Verdict { how: How::Signal, signal: Some(9), exit: None, ..failed(1, 137) };
+    fixture.tell(0, Message::Ended(Some(failed(0, 7))));
+    fixture.tell(1, Message::Ended(Some(killed.clone())));
+    assert_eq!(fixture.actions(), [Action::Clear, start(1, 1, &[0, 1])]);
+    assert_eq!(std::mem::take(&mut fixture.survived), [killed.clone()]);
+    assert_eq!(fixture.run.status().last_failure, Some(killed));
+    // If no worker has failed by itself, the end of the process is all that is known.
+    fixture.fail(0, 8);
+    fixture.restart_reason();
+    (0..2).for_each(|slot| fixture.tell(slot, Message::Ended(None)));
+    assert_eq!(fixture.actions(), [Action::Clear, start(2, 2, &[0, 1])]);
+    let survived = std::mem::take(&mut fixture.survived);
+    assert_eq!(survived.iter().map(|verdict| (verdict.rank, verdict.exit)).collect::<Vec<_>>(), [(Some(0), Some(8))]);
+    // Nobody has failed if a node joins, or if one is told to end; a node is blamed if it is lost.
+    let mut fixture = Fixture::new(1, 3, 0, false);
+    (0..2).for_each(|slot| fixture.join(slot));
+    fixture.now += Pace::default().last_call_timeout;
+    fixture.actions();
+    fixture.now += Pace::default().last_call_timeout;
+    assert_eq!(fixture.actions(), [start(0, 0, &[0, 1])]);
+    fixture.join(2);
+    fixture.restart_reason();
+    (0..2).for_each(|slot| fixture.tell(slot, Message::Ended(None)));
+    assert_eq!((fixture.actions().len(), fixture.survived.len()), (2, 0));
+    fixture.tell(1, Message::Gone);
+    fixture.restart_reason();
+    [0, 2].into_iter().for_each(|slot| fixture.tell(slot, Message::Ended(None)));
+    fixture.actions();
+    let [lost] = &fixture.survived[..] else { panic!("{:?}", fixture.survived) };
+    assert_eq!((lost.how, lost.node, lost.host.as_deref()), (How::Lost, Some(1), Some("host1")));
+}
+
+#[test]
+fn late_reports_are_not_waited_for() {
+    let mut fixture = Fixture::of_two(2, 0, false);
+    fixture.fail(0, 7);
+    fixture.failure();
+    // No report is in yet.
+    fixture.now += 10 * REPORTS;
+    assert_eq!(fixture.actions(), []);
+    let report = Verdict { rank: Some(1), told_by: Some(0), host: None, ..failed(0, 7) };
+    fixture.tell(0, Message::Report(Some(report.clone())));
+    assert_eq!(fixture.actions(), []);
+    fixture.now += REPORTS - Duration::from_millis(1);
+    assert_eq!(fixture.actions(), []);
+    fixture.now += Duration::from_millis(1);
+    assert_eq!(fixture.actions(), [Action::Conclude(report)]);
+    assert_eq!(fixture.actions(), []);
+}
+
+/// Whichever comes first, each node learns why the run does not begin.
+#[test]
+fn a_node_with_other_options_ends_a_fixed_number_of_nodes_before_they_begin() {
+    let join = |fixture: &mut Fixture, slot: Slot, workers: usize, run_id: &str| {
+        let terms = Terms { workers, run_id: run_id.to_string(), ..fixture.run.terms.clone() };
+        let node_rank = Some(usize::try_from(slot).unwrap());
+        fixture.tell(slot, Message::Join(node(slot, node_rank, terms)));
+        match fixture.run.actions.remove(0) {
+            Action::Welcome(_, refusal) => refusal,
+            other => panic!("{other:?}"),
+        }
+    };
+    let reason = "--nproc-per-node is 2 on host host1, but 1 on the node that hosts the store: give all nodes the same";
+    let mut fixture = Fixture::new(2, 2, 0, true);
+    assert_eq!(join(&mut fixture, 0, 1, "a"), None);
+    assert!(join(&mut fixture, 1, 2, "a").unwrap().starts_with("--nproc-per-node is 2 here, but 1 on the node"));
+    assert_eq!(fixture.failure(), (reason.to_string(), 1));
+    // The store remains until both have read the reason.
+    fixture.tell(0, Message::Bye);
+    assert!(!fixture.run.is_over());
+    fixture.tell(1, Message::Gone);
+    assert!(fixture.run.is_over());
+
+    let mut fixture = Fixture::new(2, 2, 0, true);
+    assert!(join(&mut fixture, 1, 2, "a").is_some());
+    fixture.failure();
+    // Even if that node is gone by then.
+    fixture.tell(1, Message::Gone);
+    assert!(!fixture.run.is_over());
+    assert_eq!(join(&mut fixture, 0, 1, "a").unwrap(), format!("the run has ended: {reason}"));
+    fixture.tell(0, Message::Gone);
+    assert!(fixture.run.is_over());
+
+    // A node of another run is here by mistake, a range needs no particular node, and a run in progress needs none.
+    for (least, run_id) in [(2, "b"), (1, "a")] {
+        let mut fixture = Fixture::new(least, 2, 0, true);
+        assert!(join(&mut fixture, 1, 2, run_id).is_some());
+        assert_eq!(fixture.actions(), []);
+    }
+    let mut fixture = Fixture::of_two(2, 0, true);
+    assert!(join(&mut fixture, 2, 2, "a").is_some());
+    assert_eq!(fixture.actions(), []);
+}

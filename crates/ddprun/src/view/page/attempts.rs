@@ -1,0 +1,76 @@
+//! The attempts of a run, from ddprun's log folder.
+use super::html;
+use crate::verdict::{ERROR_FILE, read_error};
+use std::path::{Path, PathBuf};
+
+/// The most attempts that are listed.
+const MOST: usize = 256;
+/// The most workers of an attempt.
+const WORKERS: usize = 1 << 12;
+/// The most letters of an error.
+const LETTERS: usize = 2000;
+
+#[derive(Debug, Default)]
+pub(super) struct Attempts {
+    /// The run, the number of the attempt, its workers, and its errors.
+    rows: Vec<[String; 4]>,
+    restarts: usize,
+}
+
+/// Reads the folders `LOG_DIR/RUN_ID/attempt_RESTARTS`, of which each has a folder for each worker.
+pub(super) fn read(folder: &Path, attempts: &[(u32, PathBuf)], notes: &mut Vec<String>) -> Attempts {
+    if attempts.len() > MOST {
+        notes.push(format!("only {MOST} of {} attempts are listed", attempts.len()));
+    }
+    let restarts = attempts.iter().filter(|(number, _)| *number > 0).count();
+    let rows = attempts.iter().take(MOST).map(|(number, path)| row(folder, *number, path, notes)).collect();
+    Attempts { rows, restarts }
+}
+
+fn row(folder: &Path, number: u32, path: &Path, notes: &mut Vec<String>) -> [String; 4] {
+    let run = path.parent().and_then(|run| run.strip_prefix(folder).ok()).unwrap_or(Path::new(""));
+    let mut workers: Vec<(usize, PathBuf)> = match std::fs::read_dir(path) {
+        Ok(entries) => {
+            // A link may lead to a folder outside of the run's.
+            let folders = entries.flatten().filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir()));
+            let worker = |entry: std::fs::DirEntry| Some((entry.file_name().to_str()?.parse().ok()?, entry.path()));
+            folders.filter_map(worker).take(WORKERS).collect()
+        }
+        Err(error) => {
+            notes.push(format!("{} cannot be read: {error}", path.display()));
+            Vec::new()
+        }
+    };
+    workers.sort();
+    let mut errors = Vec::new();
+    for (rank, path) in &workers {
+        let file = path.join(ERROR_FILE);
+        match read_error(&file) {
+            Ok(None) => {}
+            Ok(Some(error)) => {
+                errors.push(format!("local rank {rank}: {}", error.message.chars().take(LETTERS).collect::<String>()));
+            }
+            Err(error) => notes.push(format!("{} cannot be read: {error}", file.display())),
+        }
+    }
+    [run.display().to_string(), number.to_string(), workers.len().to_string(), errors.join("\n")]
+}
+
+impl Attempts {
+    pub(super) fn is_empty(&self) -> bool {
+        self.rows.is_empty()
+    }
+
+    pub(super) fn html(&self) -> String {
+        if self.rows.is_empty() {
+            return String::new();
+        }
+        let restarts = match self.restarts {
+            0 => "<p>No restarts.</p>\n".to_string(),
+            1 => "<p>1 restart.</p>\n".to_string(),
+            many => format!("<p>{many} restarts.</p>\n"),
+        };
+        let table = html::table(["run", "attempt", "workers", "errors that workers wrote"], &self.rows);
+        html::section("Restarts", &(restarts + &table))
+    }
+}
