@@ -37,12 +37,12 @@ DERIVED = re.compile(r": impl(<.*>)? (Clone|Copy|Debug|Default|Eq|Hash|Ord|Parti
 # The most lines that each listing may have, without those of derived traits. Lower a number whenever its listing has become shorter. A number
 # that is higher than in an earlier commit is an error, unless RAISED says why.
 BUDGETS = {
-    "candle_ddp": 480,
+    "candle_ddp": 478,
     "candle_ddp_base": 140,
     "candle_ddp_data": 79,
     "candle_ddp_nn": 316,
     "candle_ddp_tensor": 34,
-    "candle_ddp_engine": 71,
+    "candle_ddp_engine": 69,
     "candle_ddp_pickle": 5,
     "candle_ddp_rendezvous": 74,
     "candle_ddp_vision": 80,

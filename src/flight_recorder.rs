@@ -2,4 +2,4 @@
 //! [`candle_ddp_engine::flight_recorder`] for the files.
 #[doc(no_inline)]
 pub use candle_ddp_engine::flight_recorder::FlightRecorderOptions;
-pub(crate) use candle_ddp_engine::flight_recorder::{FlightRecorder, Recording};
+pub(crate) use candle_ddp_engine::flight_recorder::Recording;

@@ -116,8 +116,8 @@ pub use candle_ddp_engine::ReduceOp;
 #[doc(inline)]
 pub use candle_ddp_state::{Context, Error, Failure, Result};
 pub use ddp::{
-    Backward, Block, Buckets, DdpOptions, DeviceMemory, DistributedDataParallel, DistributedModel, Freeze, JoinOptions,
-    Joined, MemoryEstimate, NoSync, OnNonFinite, Precision, ReplicaCheck, Role, Sharding, Unused, backward_with, block,
+    Backward, Block, Buckets, DdpOptions, DeviceMemory, DistributedDataParallel, DistributedModel, Guard, JoinOptions,
+    Joined, MemoryEstimate, OnNonFinite, Precision, ReplicaCheck, Role, Sharding, Unused, backward_with, block,
     comm_hook, join,
 };
 pub use process_group::{

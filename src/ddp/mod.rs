@@ -19,7 +19,7 @@ pub use model::precision::Precision;
 pub use model::sharding::Sharding;
 pub(crate) use pass::backward::backward_in_parts;
 pub use pass::backward::backward_with;
-pub use pass::guards::{Freeze, NoSync};
+pub use pass::guards::Guard;
 pub use pass::join::{JoinOptions, Joined, join};
 pub use pass::options::Backward;
 pub(crate) use reducer::Reducer;
@@ -170,8 +170,8 @@ impl<M> DistributedDataParallel<M> {
     ///
     /// candle computes the gradients anyway, and they are dropped. A model that is never trained costs less with
     /// [`Role::Frozen`] or without DDP.
-    pub fn freeze(&self) -> Freeze<'_> {
-        Freeze::begin(&self.core)
+    pub fn freeze(&self) -> Guard<'_> {
+        Guard::freeze(&self.core)
     }
 
     /// Until the guard is dropped, `backward` sends nothing and gradients accumulate in the buckets; the first
@@ -185,8 +185,8 @@ impl<M> DistributedDataParallel<M> {
     /// hybrid sharding, only the last pass sends anything between the copies of the model.) So all ranks make equally many passes, as
     /// without the guard: otherwise it is an error on all of them. In a [`join`](Self::join) they need not. A pass that fails on one rank
     /// ends the group, and the stores hold none of the gradients.
-    pub fn no_sync(&self) -> NoSync<'_> {
-        NoSync::begin(&self.core)
+    pub fn no_sync(&self) -> Guard<'_> {
+        Guard::no_sync(&self.core)
     }
 
     /// [`no_sync`](Self::no_sync) unless `sync` is true, for loops that accumulate gradients. Keep the guard until the pass is
@@ -214,7 +214,7 @@ impl<M> DistributedDataParallel<M> {
     /// # Ok(())
     /// # }
     /// ```
-    pub fn sync_if(&self, sync: bool) -> Option<NoSync<'_>> {
+    pub fn sync_if(&self, sync: bool) -> Option<Guard<'_>> {
         if sync { None } else { Some(self.no_sync()) }
     }
 

@@ -6,7 +6,7 @@ use super::stop::StopSignals;
 use super::threads::{self, Affinity};
 use crate::backend::{Construction, nccl};
 use crate::error::{Failure, ranks};
-use crate::flight_recorder::{FlightRecorder, FlightRecorderOptions, Recording};
+use crate::flight_recorder::{FlightRecorderOptions, Recording};
 use crate::kernels;
 use crate::rendezvous::{self, InitWatcher, Rendezvous, RendezvousOptions, Secret, StoreReports};
 use crate::warnings::warn_aloud;
@@ -214,8 +214,7 @@ impl Joining {
             virtual_ranks: self.virtual_ranks,
         };
         let cancelled = || watcher.check();
-        let recorder = FlightRecorder::new(self.flight_recorder.clone(), rank, world_size)?;
-        let recording = recorder.map(|recorder| Recording::of_world(recorder, world_size));
+        let recording = Recording::of_world(self.flight_recorder.clone(), rank, world_size)?;
         let (deadline, recording) = (Some(watcher.deadline()), recording.as_ref());
         let construction = Construction { deadline, cancelled: Some(&cancelled), recording, membership: None };
         ProcessGroup::connect(construction, found.store, world_size, rank, settings, job)

@@ -257,7 +257,7 @@ impl ProcessGroup {
     /// Returns [`Error::Io`], or [`Error::Unavailable`] if the recorder is off or the engine comes from outside.
     pub fn write_flight_record(&self, folder: &Path) -> Result<PathBuf> {
         match &self.0.recording {
-            Some(recording) => Ok(recording.recorder.write(folder, "the program asked for it")?),
+            Some(recording) => Ok(recording.write(folder, "the program asked for it")?),
             None => Err(Error::Unavailable {
                 what: "the flight recorder".to_string(),
                 hint: "it is for this crate's engines, with InitOptions.flight_recorder.entries above 0".to_string(),

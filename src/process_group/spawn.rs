@@ -2,7 +2,7 @@ use super::job::Job;
 use super::{Backend, ProcessGroup, Settings};
 use crate::backend::Construction;
 use crate::error::Failure;
-use crate::flight_recorder::{FlightRecorder, FlightRecorderOptions, Recording};
+use crate::flight_recorder::{FlightRecorderOptions, Recording};
 use crate::panic::panic_message;
 use crate::rendezvous::{Cancellation, HashStore, Reason, Secret, Store};
 use crate::thread::not_started;
@@ -76,9 +76,8 @@ pub fn spawn_with<T: Send>(options: SpawnOptions, work: impl Fn(ProcessGroup) ->
             virtual_ranks,
         };
         let cancelled = || cancellation.check();
-        let recorder = FlightRecorder::new(FlightRecorderOptions::default(), rank, world_size).map_err(Error::from);
-        let recorder = recorder.inspect_err(|error| cancel(rank, error))?;
-        let recording = recorder.map(|recorder| Recording::of_world(recorder, world_size));
+        let recording = Recording::of_world(FlightRecorderOptions::default(), rank, world_size).map_err(Error::from);
+        let recording = recording.inspect_err(|error| cancel(rank, error))?;
         let (cancelled, recording): (_, Option<&Recording>) = (Some(&cancelled as _), recording.as_ref());
         let construction = Construction { deadline, cancelled, recording, membership: None };
         let job = Job::without_launcher(world_size);

@@ -1,41 +1,39 @@
 //! Guards that decide, while they live, how backward passes treat a model.
 use crate::ddp::model::DistributedModel;
+use std::fmt;
 use std::sync::atomic::Ordering;
 
-/// While this guard lives, gradients accumulate instead of being averaged: see
-/// [`DistributedDataParallel::no_sync`](crate::DistributedDataParallel::no_sync).
-#[derive(Debug)]
-#[must_use = "gradients are synchronised again as soon as the guard is dropped"]
-pub struct NoSync<'a>(&'a DistributedModel);
+/// While it lives, gradients accumulate instead of being averaged
+/// ([`DistributedDataParallel::no_sync`](crate::DistributedDataParallel::no_sync)), or a model's parameters get no gradients
+/// ([`DistributedDataParallel::freeze`](crate::DistributedDataParallel::freeze)).
+#[must_use = "it has an effect only as long as the guard lives"]
+pub struct Guard<'a> {
+    name: &'static str,
+    model: &'a DistributedModel,
+    end: fn(&DistributedModel),
+}
 
-impl<'a> NoSync<'a> {
-    pub(in crate::ddp) fn begin(core: &'a DistributedModel) -> Self {
-        core.no_sync.fetch_add(1, Ordering::Relaxed);
-        Self(core)
+impl<'a> Guard<'a> {
+    pub(in crate::ddp) fn no_sync(model: &'a DistributedModel) -> Self {
+        model.no_sync.fetch_add(1, Ordering::Relaxed);
+        let end = |model: &DistributedModel| _ = model.no_sync.fetch_sub(1, Ordering::Relaxed);
+        Self { name: "NoSync", model, end }
+    }
+
+    pub(in crate::ddp) fn freeze(model: &'a DistributedModel) -> Self {
+        model.reducer.identity().freeze();
+        Self { name: "Freeze", model, end: |model| model.reducer.identity().unfreeze() }
     }
 }
 
-impl Drop for NoSync<'_> {
+impl Drop for Guard<'_> {
     fn drop(&mut self) {
-        self.0.no_sync.fetch_sub(1, Ordering::Relaxed);
+        (self.end)(self.model);
     }
 }
 
-/// While this guard lives, a model's parameters get no gradients: see
-/// [`DistributedDataParallel::freeze`](crate::DistributedDataParallel::freeze).
-#[derive(Debug)]
-#[must_use = "the model's parameters get gradients again as soon as the guard is dropped"]
-pub struct Freeze<'a>(&'a DistributedModel);
-
-impl<'a> Freeze<'a> {
-    pub(in crate::ddp) fn begin(core: &'a DistributedModel) -> Self {
-        core.reducer.identity().freeze();
-        Self(core)
-    }
-}
-
-impl Drop for Freeze<'_> {
-    fn drop(&mut self) {
-        self.0.reducer.identity().unfreeze();
+impl fmt::Debug for Guard<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple(self.name).field(&self.model).finish()
     }
 }

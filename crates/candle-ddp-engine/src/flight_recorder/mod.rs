@@ -21,8 +21,8 @@ mod recorder;
 mod signal;
 
 pub(crate) use candle_ddp_base::flight_record::{CallRecord, CallState, ChannelKind};
-pub(crate) use recorder::Recorded;
-pub use recorder::{FlightRecorder, Recording};
+pub use recorder::Recording;
+pub(crate) use recorder::{FlightRecorder, Recorded};
 
 use candle_ddp_base::flight_record::FOLDER_VARIABLE;
 use candle_ddp_env::Variables;

@@ -16,7 +16,7 @@ pub(crate) trait Recorded: Send + Sync {
 }
 
 /// The remembered calls of all groups of one rank of a job.
-pub struct FlightRecorder {
+pub(crate) struct FlightRecorder {
     options: FlightRecorderOptions,
     rank: usize,
     world_size: usize,
@@ -36,11 +36,11 @@ struct Registered {
 #[derive(Clone, Debug)]
 pub struct Recording {
     /// Writes the file.
-    pub recorder: Arc<FlightRecorder>,
+    pub(crate) recorder: Arc<FlightRecorder>,
     /// The group's name, the same on all ranks.
-    pub name: String,
+    name: String,
     /// The group's ranks, as numbered in the group of all ranks.
-    pub ranks: Vec<usize>,
+    ranks: Vec<usize>,
 }
 
 impl std::fmt::Debug for FlightRecorder {
@@ -54,10 +54,7 @@ impl std::fmt::Debug for FlightRecorder {
 
 impl FlightRecorder {
     /// Returns `None` if the recorder is turned off.
-    ///
-    /// # Errors
-    /// Returns an error if the folder cannot be created, or if a handler for SIGUSR1 cannot be installed or has no folder.
-    pub fn new(options: FlightRecorderOptions, rank: usize, world_size: usize) -> Result<Option<Arc<Self>>> {
+    fn new(options: FlightRecorderOptions, rank: usize, world_size: usize) -> Result<Option<Arc<Self>>> {
         if options.entries == 0 {
             return Ok(None);
         }
@@ -93,11 +90,7 @@ impl FlightRecorder {
         }
     }
 
-    /// Writes this rank's file into `folder`, and returns its path.
-    ///
-    /// # Errors
-    /// Returns an error if the file cannot be written.
-    pub fn write(&self, folder: &Path, reason: &str) -> Result<PathBuf> {
+    fn write(&self, folder: &Path, reason: &str) -> Result<PathBuf> {
         let _turn = lock(&self.writing);
         let groups: Vec<_> = {
             let group =
@@ -130,9 +123,21 @@ impl signal::Listener for FlightRecorder {
 }
 
 impl Recording {
-    /// Returns the recording of the group of all ranks.
-    pub fn of_world(recorder: Arc<FlightRecorder>, world_size: usize) -> Self {
-        Self { recorder, name: "world".to_string(), ranks: (0..world_size).collect() }
+    /// The recording of the group of all ranks, on rank `rank`; None if it is turned off.
+    ///
+    /// # Errors
+    /// Returns an error if the folder cannot be created, or if a handler for SIGUSR1 cannot be installed or has no folder.
+    pub fn of_world(options: FlightRecorderOptions, rank: usize, world_size: usize) -> Result<Option<Self>> {
+        let recorder = FlightRecorder::new(options, rank, world_size)?;
+        Ok(recorder.map(|recorder| Self { recorder, name: "world".to_string(), ranks: (0..world_size).collect() }))
+    }
+
+    /// Writes the file of this rank, which has the calls of all of its groups, into `folder`, and returns its path.
+    ///
+    /// # Errors
+    /// Returns an error if the file cannot be written.
+    pub fn write(&self, folder: &Path, reason: &str) -> Result<PathBuf> {
+        self.recorder.write(folder, reason)
     }
 
     /// Registers `group`, whose calls are written from now on.
@@ -165,8 +170,8 @@ mod tests {
 
     #[test]
     fn groups_that_are_gone_take_no_memory() {
-        let recorder = FlightRecorder::new(FlightRecorderOptions::default(), 0, 2).unwrap().unwrap();
-        let world = Recording::of_world(Arc::clone(&recorder), 2);
+        let world = Recording::of_world(FlightRecorderOptions::default(), 0, 2).unwrap().unwrap();
+        let recorder = Arc::clone(&world.recorder);
         let register = |recording: &Recording| {
             let group: Arc<dyn Recorded> = Arc::new(Group);
             recording.register(Arc::downgrade(&group));

@@ -1,7 +1,7 @@
 //! For how long a rank waits until the last of the others has come to a collective.
 use crate::rank::{Collective, Rank, Tensor};
 use candle_ddp_base::flight_record::{CallRecord, CallState, RankRecord};
-use candle_ddp_engine::flight_recorder::{FlightRecorder, FlightRecorderOptions, Recording};
+use candle_ddp_engine::flight_recorder::{FlightRecorderOptions, Recording};
 use candle_ddp_engine::{CpuOptions, CpuTransport, ReduceOp};
 use candle_ddp_rendezvous::{HashStore, Store};
 use std::sync::{Arc, Barrier};
@@ -15,9 +15,9 @@ const LATE: usize = 1;
 const DELAY: Duration = Duration::from_millis(250);
 
 /// The calls that a rank remembers.
-fn calls_of(recorder: &FlightRecorder) -> Vec<CallRecord> {
+fn calls_of(recording: &Recording) -> Vec<CallRecord> {
     let folder = tempfile::tempdir().unwrap();
-    let path = recorder.write(folder.path(), "a test").unwrap();
+    let path = recording.write(folder.path(), "a test").unwrap();
     let mut record: RankRecord = serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap();
     record.groups.pop().map_or_else(Vec::new, |group| group.calls)
 }
@@ -25,23 +25,22 @@ fn calls_of(recorder: &FlightRecorder) -> Vec<CallRecord> {
 /// Of each rank, for how many nanoseconds it has waited in each call. Rank 1 comes late to all of them.
 fn waits(transport: CpuTransport, host: HostOf, calls: &[fn() -> Collective]) -> Vec<Vec<u64>> {
     let store: Arc<dyn Store> = Arc::new(HashStore::new(Duration::from_secs(120)));
-    let recorder = |rank| FlightRecorder::new(FlightRecorderOptions::default(), rank, RANKS).unwrap().unwrap();
-    let recorders: Vec<Arc<FlightRecorder>> = (0..RANKS).map(recorder).collect();
+    let recording = |rank| Recording::of_world(FlightRecorderOptions::default(), rank, RANKS).unwrap().unwrap();
+    let recordings: Vec<Recording> = (0..RANKS).map(recording).collect();
     let all_are_here = Barrier::new(RANKS);
     let run = |rank: usize| {
-        let recording = Recording::of_world(recorders[rank].clone(), RANKS);
         let options = CpuOptions {
             transport: Some(transport),
             host: Some(format!("host{}", host(rank))),
             timeout: Duration::from_secs(120),
             ..CpuOptions::default()
         };
-        let group = Rank::recorded(&recording, store.clone(), rank, RANKS, options).unwrap();
+        let group = Rank::recorded(&recordings[rank], store.clone(), rank, RANKS, options).unwrap();
         for (number, call) in calls.iter().enumerate() {
             all_are_here.wait();
             if rank == LATE {
                 let is_in_call = |peer: &usize| {
-                    calls_of(&recorders[*peer]).get(number).is_some_and(|call| call.state != CallState::Scheduled)
+                    calls_of(&recordings[*peer]).get(number).is_some_and(|call| call.state != CallState::Scheduled)
                 };
                 while !(0..RANKS).filter(|peer| *peer != LATE).all(|peer| is_in_call(&peer)) {
                     std::thread::sleep(Duration::from_millis(10));
@@ -55,7 +54,7 @@ fn waits(transport: CpuTransport, host: HostOf, calls: &[fn() -> Collective]) ->
         }
         // All have recorded the end of the last call.
         all_are_here.wait();
-        calls_of(&recorders[rank]).iter().map(|call| call.waited_ns.unwrap()).collect()
+        calls_of(&recordings[rank]).iter().map(|call| call.waited_ns.unwrap()).collect()
     };
     std::thread::scope(|scope| {
         let ranks: Vec<_> = (0..RANKS).map(|rank| scope.spawn(move || run(rank))).collect();

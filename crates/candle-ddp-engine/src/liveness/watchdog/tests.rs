@@ -1,7 +1,7 @@
 //! Tests the threads of several ranks over one store, with stand-ins for an engine such as NCCL: what they decide and tell each
 //! other.
 use super::*;
-use crate::flight_recorder::{FlightRecorder, FlightRecorderOptions, Recording};
+use crate::flight_recorder::{FlightRecorderOptions, Recording};
 use crate::liveness::{Fence, HealthStore, HeartbeatMonitor, without_asking};
 use crate::rendezvous::{HashStore, Store};
 use crate::{Call, Channel, Label, Operation};
@@ -136,8 +136,8 @@ fn the_flight_recorder_writes_how_far_calls_came_when_one_expires() {
     let store: Arc<dyn Store> = Arc::new(HashStore::new(Duration::from_secs(120)));
     let ranks = [0, 1].map(|rank| {
         let options = FlightRecorderOptions { folder: Some(folder.path().to_path_buf()), ..Default::default() };
-        let recorder = FlightRecorder::new(options, rank, 2).unwrap().unwrap();
-        let group = Group::new(rank, 2, Duration::from_millis(300), Some(Recording::of_world(recorder, 2)));
+        let recording = Recording::of_world(options, rank, 2).unwrap();
+        let group = Group::new(rank, 2, Duration::from_millis(300), recording);
         run_threads(group, HealthStore::new(Arc::clone(&store), rank, 2).unwrap(), LOST_AFTER)
     });
     for rank in &ranks {
