@@ -125,23 +125,38 @@ pub use process_group::{
     init_process_group, run, spawn, spawn_with,
 };
 
-/// The pages of `docs/`. The doc tests compile their Rust code, and the README's. `scripts/check_links.py` compares the list with the pages.
 #[cfg(any(doctest, docsrs))]
-pub mod guide {
-    #[cfg(doctest)]
+macro_rules! pages {
+    ($($page:ident)*) => { $(#[doc = include_str!(concat!("../docs/", stringify!($page), ".md"))] pub mod $page {})* };
+}
+
+// `scripts/check_links.py` compares the list with the pages.
+#[cfg(any(doctest, docsrs))]
+macro_rules! all_pages {
+    () => {
+        pages! {
+            checkpoints collectives contrastive converting data elastic elastic_nodes evaluation fine_tuning gpu_layers
+            layers measuring memory migrating mixed_precision models no_shared_disk one_gpu optimizers performance
+            pretrained ranks_that_differ shards speech troubleshooting virtual_ranks watching
+        }
+
+        #[cfg(feature = "vision")]
+        pages! { vision }
+    };
+}
+
+/// The Rust code in the README and in `docs/` is compiled with the doc tests. (rustdoc finds no tests in a module under
+/// `cfg(any(doctest, docsrs))`, so `guide` is another one.)
+#[cfg(doctest)]
+mod pages {
     #[doc = include_str!("../README.md")]
     struct Readme;
 
-    macro_rules! pages {
-        ($($page:ident)*) => { $(#[doc = include_str!(concat!("../docs/", stringify!($page), ".md"))] pub mod $page {})* };
-    }
+    all_pages! {}
+}
 
-    pages! {
-        checkpoints collectives contrastive converting data elastic elastic_nodes evaluation fine_tuning gpu_layers
-        layers measuring memory migrating mixed_precision models no_shared_disk one_gpu optimizers performance
-        pretrained ranks_that_differ shards speech troubleshooting virtual_ranks watching
-    }
-
-    #[cfg(feature = "vision")]
-    pages! { vision }
+/// The pages of `docs/`.
+#[cfg(docsrs)]
+pub mod guide {
+    all_pages! {}
 }
