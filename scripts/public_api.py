@@ -50,7 +50,7 @@ BUDGETS = {
 }
 # The budgets that have been raised since the commit SINCE, each with its old and new number and the reason: functions of PyTorch that were missing.
 RAISED = [
-    # ("candle_ddp", 577, 578, "…"),
+    ("candle_ddp_nn", 316, 318, "tanh: candle's calculates one number at a time"),
 ]
 SINCE = "c30388de"
 VOID = {"meta", "link", "br", "img", "input", "hr", "wbr", "rustdoc-toolbar-item"}

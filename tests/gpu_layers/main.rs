@@ -78,6 +78,7 @@ on_gpu! {
     interpolate_matches_pytorch
     nan_is_the_maximum
     activations_match_pytorch
+    tanh_takes_the_place_of_candles
     embedding_matches_pytorch
     attention_matches_pytorch
     softmax_matches_pytorch

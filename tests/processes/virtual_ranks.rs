@@ -259,6 +259,7 @@ fn layers() -> Vec<Layer> {
         ("gelu", shapes(&[rows]), |x| nn::gelu(&x[0])),
         ("gelu_erf", shapes(&[rows]), |x| nn::gelu_erf(&x[0])),
         ("silu", shapes(&[rows]), |x| nn::silu(&x[0])),
+        ("tanh", shapes(&[rows]), |x| nn::tanh(&x[0])),
         ("softmax", shapes(&[rows]), |x| nn::softmax(&x[0], 1)),
         ("softmax over rows", shapes(&[rows]), |x| nn::softmax(&x[0], 0)),
         ("log_softmax", shapes(&[rows]), |x| nn::log_softmax(&x[0], 1)),

@@ -8,7 +8,7 @@ use candle_ddp::nn::{
     MaxPool2dOptions, RNNOptions, Reduction, RmsNorm, StackedGRU, StackedLSTM, adaptive_avg_pool2d, add, avg_pool2d,
     checkpoint, cross_entropy, cross_entropy_with, ctc_loss, dropout, gelu, gelu_erf, interpolate, linear, log_softmax,
     loss, max_pool2d, ops, relu, rope, rope_i, rope_thd, scaled_dot_product_attention,
-    scaled_dot_product_attention_qkvpacked, silu, softmax, softmax_last_dim, sync_batch_norm,
+    scaled_dot_product_attention_qkvpacked, silu, softmax, softmax_last_dim, sync_batch_norm, tanh,
 };
 use candle_ddp::optim::{
     AdamW, Lamb, Optimizer, ParamsAdamW, ParamsLamb, ParamsSgd, Sgd, ZeroRedundancyOptimizer, clip_grad_norm,
@@ -236,6 +236,7 @@ fn functions() {
         all.case("gelu", &[shape], Shape(shape), |x| gelu(&x[0]));
         all.case("gelu_erf", &[shape], Shape(shape), |x| gelu_erf(&x[0]));
         all.case("silu", &[shape], Shape(shape), |x| silu(&x[0]));
+        all.case("tanh", &[shape], Shape(shape), |x| tanh(&x[0]));
         all.case("mish", &[shape], Shape(shape), |x| candle_ddp::nn::activation::mish(&x[0]));
         all.case("selu", &[shape], Shape(shape), |x| ops::selu(&x[0], 1.67, 1.05));
         all.case("dropout", &[shape], Shape(shape), |x| dropout(&x[0], 0.5, &mut Generator::new(1)));

@@ -92,6 +92,26 @@ pub fn silu(x: &Tensor) -> Result<Tensor> {
     Operation::Silu.apply(x)
 }
 
+/// The hyperbolic tangent: `torch.tanh`, and candle's `Tensor::tanh`. Where logits are capped, it is `c × tanh(x / c)`.
+///
+/// `x` has any shape and the dtype f32, f64, f16 or bf16; calculated in f32 (f64 for f64).
+///
+/// ```
+/// # use candle_core::{Device, Result, Tensor};
+/// # fn main() -> Result<()> {
+/// use candle_ddp_nn::tanh;
+/// let y = tanh(&Tensor::new(&[0f32, 3f32.ln(), -50.], &Device::Cpu)?)?.to_vec1::<f32>()?;
+/// assert!(y[0] == 0. && (y[1] - 0.8).abs() < 1e-6 && y[2] == -1.);
+/// # Ok(())
+/// # }
+/// ```
+///
+/// # Errors
+/// [`Error::UnsupportedDType`](candle_ddp_tensor::Error::UnsupportedDType), carried by candle's error.
+pub fn tanh(x: &Tensor) -> Result<Tensor> {
+    Operation::Tanh.apply(x)
+}
+
 /// An activation function by its name in a model's config: a drop-in for [`candle_nn::Activation`], with the same names in files.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Deserialize, Serialize)]
 #[serde(rename_all = "lowercase")]
@@ -174,6 +194,7 @@ enum Operation {
     Gelu,
     GeluErf,
     Silu,
+    Tanh,
 }
 
 impl Operation {
@@ -191,11 +212,17 @@ impl Operation {
             Self::Gelu => gelu_values(y, x),
             Self::GeluErf => gelu_erf_values(y, x),
             Self::Silu => silu_values(y, x),
+            Self::Tanh => tanh_values(y, x),
         });
         y
     }
 
-    /// For relu, `x` is the result.
+    /// Whether the gradient follows from the result, and not from `x`.
+    fn is_of_result(self) -> bool {
+        matches!(self, Self::Relu | Self::Tanh)
+    }
+
+    /// `x` is the result if it [follows](Self::is_of_result) from that.
     fn backward<T: Element>(self, x: &[T], dy: &[T]) -> Vec<T> {
         let mut dx = vec![T::from_f64(0.0); x.len()];
         let blocks = dx.par_chunks_mut(BLOCK_ELEMENTS).zip(x.par_chunks(BLOCK_ELEMENTS));
@@ -204,6 +231,7 @@ impl Operation {
             Self::Gelu => gelu_gradients(dx, x, dy),
             Self::GeluErf => gelu_erf_gradients(dx, x, dy),
             Self::Silu => silu_gradients(dx, x, dy),
+            Self::Tanh => tanh_gradients(dx, x, dy),
         });
         dx
     }
@@ -280,6 +308,8 @@ activation!(silu_values, silu_gradients, |x| x * sigmoid(x), |x, dy| {
     dy * s * (c::<T::Real>(1.0) + x * (c::<T::Real>(1.0) - s))
 });
 
+activation!(tanh_values, tanh_gradients, |x| x.tanh(), |y, dy| dy * (c::<T::Real>(1.0) - y * y));
+
 impl CustomOp1 for Operation {
     fn name(&self) -> &'static str {
         match self {
@@ -287,6 +317,7 @@ impl CustomOp1 for Operation {
             Self::Gelu => "gelu",
             Self::GeluErf => "gelu_erf",
             Self::Silu => "silu",
+            Self::Tanh => "tanh",
         }
     }
 
@@ -306,7 +337,7 @@ impl CustomOp1 for Operation {
     }
 
     fn bwd(&self, x: &Tensor, y: &Tensor, dy: &Tensor) -> Result<Option<Tensor>> {
-        let (of, dy) = (if let Self::Relu = self { y } else { x }, dy.contiguous()?);
+        let (of, dy) = (if self.is_of_result() { y } else { x }, dy.contiguous()?);
         if let Device::Cuda(device) = x.device() {
             let dx = Output::new(device, x.dtype(), x.shape())?;
             let tensors = [kernels::address(of)?, kernels::address(&dy)?, dx.address()?];

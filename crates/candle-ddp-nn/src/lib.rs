@@ -43,7 +43,7 @@ mod view;
 #[doc(no_inline)]
 pub use candle_nn::*;
 
-pub use activation::{Activation, gelu, gelu_erf, relu, silu};
+pub use activation::{Activation, gelu, gelu_erf, relu, silu, tanh};
 pub use add::add;
 pub use attention::{AttentionOptions, scaled_dot_product_attention, scaled_dot_product_attention_qkvpacked};
 pub use autocast::{Autocast, autocast, autocast_mode, autocast_off, set_autocast};

@@ -555,6 +555,7 @@ fn functions(rows: &mut Vec<Row>) {
         ["candle_ddp_nn::activation::mish"] "x" => |t| nn::activation::mish(&t.of(&[4]))?;
         ["candle_ddp_nn::activation::relu"] "x" => |t| nn::activation::relu(&t.of(&[40]))?;
         ["candle_ddp_nn::activation::silu"] "x" => |t| nn::activation::silu(&t.of(&[4]))?;
+        ["candle_ddp_nn::activation::tanh"] "x" => |t| nn::activation::tanh(&t.of(&[4]))?;
         ["candle_ddp_nn::ops::selu"] "x" => |t| nn::ops::selu(&t.of(&[4]), 1.6, 1.05)?;
         ["candle_ddp_nn::to_memory_format"] "x" =>
             |t| nn::to_memory_format(&t.of(&[1, 2, 4, 4]), MemoryFormat::ChannelsLast)?;

@@ -1,7 +1,7 @@
 //! Activations, embeddings, rotary embeddings and attention, compared with PyTorch and candle.
 use candle_core::{DType, Device, Module, Result, Tensor, Var};
 use candle_ddp_nn::{
-    AttentionOptions, embedding, gelu, gelu_erf, relu, rope, scaled_dot_product_attention, silu, softmax,
+    AttentionOptions, embedding, gelu, gelu_erf, relu, rope, scaled_dot_product_attention, silu, softmax, tanh,
 };
 use candle_ddp_testing::{assert_close, assert_error, floats, layers, tensor};
 use candle_nn::{VarBuilder, VarMap};
@@ -13,6 +13,11 @@ fn refused(result: Result<Tensor>, text: &str) {
 #[test]
 fn activations_match_pytorch() {
     layers::activations_match_pytorch(&Device::Cpu);
+}
+
+#[test]
+fn tanh_takes_the_place_of_candles() {
+    layers::tanh_takes_the_place_of_candles(&Device::Cpu);
 }
 
 /// Several functions of this crate and of candle use the same result.
@@ -36,7 +41,7 @@ fn gradients_of_several_uses_add_up() {
 
 #[test]
 fn activations_of_empty_and_integer_tensors() {
-    for f in [relu, gelu, gelu_erf, silu] {
+    for f in [relu, gelu, gelu_erf, silu, tanh] {
         assert_eq!(f(&tensor(&[3, 0], 1)).unwrap().dims(), [3, 0]);
         refused(f(&Tensor::zeros(3, DType::U32, &Device::Cpu).unwrap()), "U32");
         let y = f(&Tensor::new(&[f32::NAN, 1.0], &Device::Cpu).unwrap()).unwrap().to_vec1::<f32>().unwrap();

@@ -4,6 +4,7 @@
 #define GELU 1
 #define GELU_ERF 2
 #define SILU 3
+#define TANH 4
 
 template <typename T> __device__ inline typename Element<T>::Real sigmoid(typename Element<T>::Real x) {
     if constexpr (sizeof(T) == 2) return __fdividef(1, 1 + exponential<T>(-x));
@@ -38,6 +39,7 @@ __device__ inline typename Element<T>::Real activated(typename Element<T>::Real 
     case GELU: return x * sigmoid<T>(gelu_argument(x));
     case GELU_ERF: return x * normal_cdf(x);
     case SILU: return x * sigmoid<T>(x);
+    case TANH: return tanh(x);
     }
     return x;
 }
@@ -52,7 +54,7 @@ template <typename T> __device__ inline void activation(const Arguments &by) {
 }
 LAYER(activation)
 
-// `x`: for relu y.
+// `x`: for relu and tanh y.
 template <typename T, typename Real>
 __device__ inline Real activation_gradient(Real x, Real dy, unsigned long long function) {
     switch (function) {
@@ -66,11 +68,12 @@ __device__ inline Real activation_gradient(Real x, Real dy, unsigned long long f
         const Real s = sigmoid<T>(x);
         return dy * s * (1 + x * (1 - s));
     }
+    case TANH: return dy * (1 - x * x);
     }
     return dy;
 }
 
-// tensors: x (for relu y), dy, dx; numbers as above.
+// tensors: x (for relu and tanh y), dy, dx; numbers as above.
 template <typename T> __device__ inline void activation_backward(const Arguments &by) {
     FOR_ELEMENTS(T, i, is_vector)
     Few<T> x, dy;

@@ -1,7 +1,7 @@
 //! Functions against closed forms, and against candle's.
 use crate::{assert_close, floats, tensor};
 use candle_core::{DType, Device, Module, Tensor, Var};
-use candle_ddp_nn::{Embedding, cross_entropy, dropout, rope, rope_i, rope_thd};
+use candle_ddp_nn::{Embedding, cross_entropy, dropout, rope, rope_i, rope_thd, tanh};
 use candle_ddp_tensor::seed::Generator;
 use candle_nn::rotary_emb;
 
@@ -37,6 +37,22 @@ pub fn embeddings_of_any_size(device: &Device) {
         let grads = (y * of(&dy, indices.len())).unwrap().sum_all().unwrap().backward().unwrap();
         let expected = Tensor::from_vec(sums, (ROWS, size), &Device::Cpu).unwrap().to_dtype(dtype).unwrap();
         assert_eq!(floats(grads.get(&table).unwrap()), floats(&expected), "{size} x {dtype:?}");
+    }
+}
+
+/// Several times as many numbers as a vector has, some of them beyond where the result is 1, and views.
+pub fn tanh_takes_the_place_of_candles(device: &Device) {
+    for (dtype, tolerance) in [(DType::F64, 1e-12), (DType::F32, 1e-6), (DType::F16, 2e-3), (DType::BF16, 1e-2)] {
+        let values: Vec<f64> = (0..333).map(|i| (f64::from(i) - 166.0) * 0.2).collect();
+        let x = Tensor::from_vec(values, (9, 37), &Device::Cpu).unwrap().to_dtype(dtype).unwrap();
+        let x = Var::from_tensor(&x.to_device(device).unwrap()).unwrap();
+        let run = |tanh: fn(&Tensor) -> candle_core::Result<Tensor>| {
+            let y = tanh(&x.t().unwrap()).unwrap();
+            let dy = tensor(&[37, 9], 3).to_dtype(dtype).unwrap().to_device(device).unwrap();
+            let grads = (&y * &dy).unwrap().sum_all().unwrap().backward().unwrap();
+            [floats(&y), floats(grads.get(&x).unwrap())].concat()
+        };
+        assert_close(&run(tanh), &run(Tensor::tanh), tolerance, "tanh");
     }
 }
 
