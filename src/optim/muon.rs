@@ -4,10 +4,13 @@ use super::parameters::ParameterGroup;
 use super::rule::{UpdateRule, fraction, not_negative};
 use super::{FusedOptimizer, ParamsAdamW};
 use crate::error::describe;
-use crate::nn::{autocast_off, matmul};
+use crate::nn::{autocast_off, matmul, matmul_sums};
 use crate::variables::Parameters;
 use crate::{Error, Result};
-use candle_core::{DType, Tensor, Var};
+use candle_core::{DType, Tensor, Var, WithDType};
+use candle_ddp_tensor::borrow::{slice_tensor, with_slice};
+use candle_ddp_tensor::{Element, accumulator, dispatch, vectorise};
+use rayon::prelude::*;
 
 /// Options of [`Muon`](super::Muon) for matrices, with the meaning and defaults of PyTorch's `torch.optim.Muon`.
 ///
@@ -194,7 +197,7 @@ impl ParamsMuon {
     }
 
     fn update(&self, parameter: &Tensor, gradient: &Tensor, states: &mut [Tensor]) -> Result<Tensor> {
-        let lerp = |from: &Tensor, to: &Tensor, share: f64| (from * (1. - share))? + (to * share)?;
+        let lerp = |from: &Tensor, to: &Tensor, share: f64| combined((from, 1. - share), (to, share));
         let momentum = lerp(gradient, &states[0], self.momentum)?;
         let update = if self.nesterov { lerp(gradient, &momentum, self.momentum)? } else { momentum.clone() };
         states[0] = momentum;
@@ -209,7 +212,7 @@ impl ParamsMuon {
             AdjustLr::MatchRmsAdamw => 0.2 * rows.max(columns).sqrt(),
             AdjustLr::SpectralUnclamped => (rows / columns).sqrt(),
         };
-        Ok(((parameter * (1. - self.lr * self.weight_decay))? - (update * (self.lr * factor))?)?)
+        combined((parameter, 1. - self.lr * self.weight_decay), (&update, -self.lr * factor))
     }
 
     /// The orthogonal matrix that is nearest to `update`, approximately, in bf16: Newton and Schulz's iteration.
@@ -222,18 +225,49 @@ impl ParamsMuon {
         let norm = wide(&narrow(wide(&x)?.sqr()?.sum_all()?.sqrt()?)?)?.maximum(self.eps)?;
         x = narrow(wide(&x)?.broadcast_div(&norm)?)?;
         // On CPUs, as in PyTorch, not rounded before the sums. On GPUs, products of 16 bits are much faster.
-        let product = |x: &Tensor, y: &Tensor| match x.device().is_cpu() {
-            true => matmul(&wide(x)?, &wide(y)?),
+        let product = |x: &Tensor, y: &Tensor, is_symmetric| match x.device().is_cpu() {
+            true => matmul_sums(x, y, is_symmetric),
             false => wide(&matmul(x, y)?),
         };
         let [a, b, c] = self.ns_coefficients;
         for _ in 0..self.ns_steps {
-            let gram = narrow(product(&x, &x.t()?)?)?;
-            let polynomial = narrow(((wide(&gram)? * b)? + (product(&gram, &gram)? * c)?)?)?;
-            x = narrow(((wide(&x)? * a)? + product(&polynomial, &x)?)?)?;
+            let gram = narrow(product(&x, &x.t()?, true)?)?;
+            let polynomial = combined((&gram, b), (&product(&gram, &gram, true)?, c))?;
+            x = combined((&x, a), (&product(&polynomial, &x, false)?, 1.))?;
         }
         Ok(flip(x)?)
     }
+}
+
+/// Two tensors of one shape, each times its factor, added up in the dtype of the second and rounded to that of the first.
+fn combined((a, of_a): (&Tensor, f64), (b, of_b): (&Tensor, f64)) -> Result<Tensor> {
+    let is_fast = a.device().is_cpu() && b.device().is_cpu() && b.dtype() == accumulator(a.dtype());
+    if !is_fast || a.shape() != b.shape() {
+        return Ok(((a.to_dtype(b.dtype())? * of_a)? + (b * of_b)?)?.to_dtype(a.dtype())?);
+    }
+    let (a, b) = (a.contiguous()?, b.contiguous()?);
+    let values = dispatch!(a.dtype(), MuonGroup::NAME, T => with_slice::<T, _>(&a, |of| {
+        with_slice::<<T as Element>::Real, _>(&b, |b| Ok(slice_tensor(sums((of, of_a), (b, of_b)), a.shape())))
+    }));
+    Ok(values?)
+}
+
+/// The number of elements that a thread takes at a time.
+const BLOCK_ELEMENTS: usize = 1 << 14;
+
+fn sums<T: Element>((a, of_a): (&[T], f64), (b, of_b): (&[T::Real], f64)) -> Vec<T> {
+    let (of_a, of_b) = (T::Real::from_f64(of_a), T::Real::from_f64(of_b));
+    let mut sums = vec![T::from_f64(0.); a.len()];
+    let blocks =
+        sums.par_chunks_mut(BLOCK_ELEMENTS).zip(a.par_chunks(BLOCK_ELEMENTS)).zip(b.par_chunks(BLOCK_ELEMENTS));
+    blocks.for_each(|((sums, a), b)| {
+        vectorise!(move || {
+            for ((sum, a), b) in sums.iter_mut().zip(a).zip(b) {
+                *sum = T::narrow(a.widen() * of_a + *b * of_b);
+            }
+        });
+    });
+    sums
 }
 
 /// The number of matrices that Muon sees in a parameter, and their rows and columns.

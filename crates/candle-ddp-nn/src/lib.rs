@@ -68,6 +68,8 @@ pub use linear::{Linear, linear, linear_b, linear_no_bias};
 pub use linear_cross_entropy::{LinearCrossEntropyOptions, linear_cross_entropy, linear_cross_entropy_with};
 pub use lora::{LoraBias, LoraConfig};
 pub use matmul::matmul;
+#[doc(hidden)]
+pub use matmul::matmul_sums;
 pub use max_pool::{MaxPool2dOptions, max_pool2d};
 pub use memory_format::to_memory_format;
 pub use rnn::{GRU, LSTM, RNNOptions, StackedGRU, StackedLSTM, gru, lstm};

@@ -1,10 +1,10 @@
 //! Products of two tensors of the graph.
 use crate::autocast::{Casts, to_dtype};
-use crate::gemm::{Strides, product, threads};
+use crate::gemm::{Strides, gemm, product, symmetric, threads};
 use candle_core::backend::BackendStorage;
 use candle_core::op::BackpropOp;
 use candle_core::{DType, Result, Shape, Storage, Tensor, WithDType};
-use candle_ddp_tensor::borrow::with_slice;
+use candle_ddp_tensor::borrow::{slice_tensor, with_slice};
 use candle_ddp_tensor::copy::snapshot_tensor;
 use candle_ddp_tensor::error::describe_placed;
 use candle_ddp_tensor::function::{Function, apply};
@@ -58,6 +58,28 @@ fn product_of(a: &Tensor, (b, dtype): (&Tensor, DType)) -> Result<Tensor> {
     let factors = Matmul { a: a.detach(), b: b.detach() };
     let (storage, shape) = multiply(&factors.a, &to_dtype(&factors.b, dtype)?)?;
     apply(&[a, b], (storage, shape), factors)
+}
+
+/// The product of two matrices of one dtype on CPUs, without a graph and in the dtype of its sums: that of 16 bits is f32, and not rounded. If
+/// it `is_symmetric`, about half of it is calculated.
+///
+/// # Errors
+/// Errors of candle, for other tensors.
+#[doc(hidden)]
+pub fn matmul_sums(a: &Tensor, b: &Tensor, is_symmetric: bool) -> Result<Tensor> {
+    let ((m, k), (of_b, n)) = (a.dims2()?, b.dims2()?);
+    if k != of_b || is_symmetric && m != n {
+        candle_core::bail!("a product of {} and {}", describe_placed(a), describe_placed(b))
+    }
+    let ((a, of_a), (b, of_b)) = (stored(&matrices(a, (1, m, k))?)?, stored(&matrices(b, (1, k, n))?)?);
+    dispatch!(a.dtype(), "matmul", T => with_slice::<T, _>(&a, |a| with_slice::<T, _>(&b, |b| {
+        let mut sums = vec![<T as Element>::Real::default(); m * n];
+        match is_symmetric {
+            true => symmetric((m, k), &mut sums, (a, of_a), (b, of_b), threads())?,
+            false => gemm((m, n, k), &mut sums, false, (a, of_a), (b, of_b), threads())?,
+        }
+        Ok(slice_tensor(sums, &Shape::from((m, n))))
+    })))
 }
 
 /// The factors, which are not tracked.

@@ -126,6 +126,52 @@ pub(super) fn gemm<T: Element, B: Element<Real = T::Real>>(
     Ok(())
 }
 
+/// The largest diagonal block of a [`symmetric`] product that is calculated as a whole.
+const DIAGONAL: usize = 128;
+
+/// result = a · b, where `b` has the columns of `a`'s transpose, or both are symmetric and commute: the product is then its own transpose, and
+/// what is above its diagonal blocks is copied from below them. `a` has `n` rows and `k` columns, and the result `n` consecutive rows.
+///
+/// # Errors
+/// As [`gemm`].
+pub(super) fn symmetric<T: Element>(
+    (n, k): (usize, usize),
+    result: &mut [T::Real],
+    a: (&[T], Strides),
+    b: (&[T], Strides),
+    threads: usize,
+) -> Result<()> {
+    check((n, n, k), result.len(), a, b)?;
+    if !is_wide::<T>() && !is_native::<T>()? {
+        let (of_a, of_b) = (wide(a.0), wide(b.0));
+        return symmetric((n, k), result, (&of_a[..], a.1), (&of_b[..], b.1), threads);
+    }
+    let (mut diagonal, mut block) = (vec![(0, n)], Vec::new());
+    while let Some((first, size)) = diagonal.pop() {
+        // The rows of the block, and its columns, which start with the diagonal block's.
+        let (row, columns) = if size > DIAGONAL { (first + size / 2, size / 2) } else { (first, size) };
+        let rows = first + size - row;
+        if rows == 0 || k == 0 {
+            result[..n * n].fill(T::Real::from_f64(0.0));
+            return Ok(());
+        }
+        block.resize(rows * columns, T::Real::from_f64(0.0));
+        let (of_a, of_b) = ((&a.0[row * a.1.row..], a.1), (&b.0[first * b.1.column..], b.1));
+        gemm((rows, columns, k), &mut block[..], false, of_a, of_b, threads)?;
+        for (at, values) in block.chunks_exact(columns).enumerate() {
+            result[(row + at) * n + first..][..columns].copy_from_slice(values);
+            if row > first {
+                let above = result[first * n + row + at..].iter_mut().step_by(n);
+                above.zip(values).for_each(|(to, value)| *to = *value);
+            }
+        }
+        if row > first {
+            diagonal.extend([(first, columns), (row, rows)]);
+        }
+    }
+    Ok(())
+}
+
 /// The elements in the type that they are computed in.
 pub(super) fn wide<T: Element>(values: &[T]) -> Cow<'_, [T::Real]> {
     match T::as_reals(values) {
@@ -236,6 +282,42 @@ unsafe fn multiply<R: WithDType>(
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// Sums in one order give the same bits on both sides of the diagonal.
+    #[test]
+    fn symmetric_products_are_products() {
+        fn compare<T: Element>(tolerance: f64) {
+            for (n, k) in [(0, 3), (1, 0), (1, 1), (5, 7), (128, 3), (129, 65), (300, 33), (517, 20)] {
+                let a: Vec<T> = (0..n * k).map(|i| T::from_f64((i as f64 * 0.7).sin())).collect();
+                for (of_a, of_b) in
+                    [(Strides::rows(k), Strides::transposed(k)), (Strides::transposed(n), Strides::rows(n))]
+                {
+                    let result = |is_symmetric| {
+                        let mut result = vec![T::Real::from_f64(f64::NAN); n * n];
+                        match is_symmetric {
+                            true => symmetric((n, k), &mut result, (&a, of_a), (&a, of_b), 2).unwrap(),
+                            false => gemm((n, n, k), &mut result, false, (&a, of_a), (&a, of_b), 1).unwrap(),
+                        }
+                        result.iter().map(|value| value.to_f64()).collect::<Vec<f64>>()
+                    };
+                    let (ours, expected) = (result(true), result(false));
+                    for (at, (ours, expected)) in ours.iter().zip(&expected).enumerate() {
+                        assert!((ours - expected).abs() <= tolerance * k as f64, "{:?} {n} {k}: {at}", T::DTYPE);
+                    }
+                    assert!((0..n * n).all(|at| ours[at] == ours[at % n * n + at / n]), "{:?} {n} {k}", T::DTYPE);
+                }
+            }
+        }
+        compare::<f32>(1e-6);
+        compare::<f64>(1e-15);
+        compare::<half::f16>(1e-6);
+        compare::<half::bf16>(1e-6);
+        let a = [f32::NAN, 1.0, 2.0, 3.0];
+        let mut result = [0.0; 4];
+        symmetric((2, 2), &mut result, (&a, Strides::rows(2)), (&a, Strides::transposed(2)), 1).unwrap();
+        assert!(result[..3].iter().all(|value| value.is_nan()) && result[3] == 13.0);
+        assert!(symmetric((2, 3), &mut result, (&a, Strides::rows(3)), (&a, Strides::transposed(3)), 1).is_err());
+    }
 
     /// A product over no elements has no factors that limit it.
     #[test]
