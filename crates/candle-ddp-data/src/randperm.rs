@@ -108,5 +108,7 @@ mod tests {
         let permutation = Indices::Wide(wide.clone());
         assert_eq!(permutation.len(), 1000);
         assert!(permutation.iter().map(|index| index as u64).eq(wide.iter().copied()));
+        assert_eq!(permutation.get(0), Some(wide[0] as usize));
+        assert_eq!(permutation.get(1000), None);
     }
 }

@@ -3,4 +3,5 @@
 mod loader;
 mod loader_epochs;
 mod loader_state;
+mod rows;
 mod sampler;
