@@ -1,10 +1,12 @@
-//! Real tokens per second in training with batches of similar length, compared with batches of a fixed size in a random order.
+//! Real tokens per second in training with sequences that share rows and with batches of similar length, compared with batches of a fixed
+//! size in a random order.
 //!
 //! ```text
 //! cargo bench --bench length_batches [-- --ranks 2 --samples 4000 --median 48 --sigma 0.8 --max-tokens 2048 --rounds 3]
 //! ```
 //!
-//! A small GPT is trained on sequences whose lengths are of a log-normal distribution, padded to the longest of their batch. The
+//! A small GPT is trained on sequences whose lengths are of a log-normal distribution, padded to the longest of their batch, or packed
+//! into one row. The
 //! ranks are threads with one processor each. The batches of fixed size have as many samples as the others have on average, so both
 //! have about as many steps and real tokens in a step. Each line is a JSON object, for one epoch: `tokens_per_second` counts real
 //! tokens of all ranks, `padding` is the share of the tokens that are not real, and `waiting` the share of the ranks' computing
@@ -16,12 +18,14 @@ mod block;
 
 use block::Block;
 use candle_core::{DType, Device, Module, Tensor};
-use candle_ddp::data::{DataLoader, LengthBatches, LoaderOptions};
-use candle_ddp::nn::{CrossEntropyOptions, Reduction, cross_entropy_with, embedding, layer_norm, linear};
+use candle_ddp::data::{DataLoader, LengthBatches, LoaderOptions, Packed, pack};
+use candle_ddp::nn::{
+    CrossEntropyOptions, Embedding, LayerNorm, Linear, Reduction, cross_entropy_with, embedding, layer_norm, linear,
+};
 use candle_ddp::optim::{AdamW, Optimizer, ParamsAdamW};
 use candle_ddp::seed::Generator;
 use candle_ddp::{Backward, DistributedDataParallel, ProcessGroup, Result, backward_with};
-use candle_nn::{Func, VarBuilder, VarMap, func};
+use candle_nn::{VarBuilder, VarMap};
 use clap::Parser;
 use std::time::Instant;
 
@@ -30,6 +34,8 @@ static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
 const VOCABULARY: u64 = 256;
 const PADDING: u32 = 0;
+/// Not a target of a token.
+const IGNORED: i64 = -100;
 
 #[derive(Parser, Clone)]
 struct Options {
@@ -75,7 +81,7 @@ fn main() -> Result<()> {
 fn rank(pg: &ProcessGroup, options: &Options) -> Result<()> {
     let sequences = sequences(options)?;
     let order = LengthBatches::new(sequences.iter().map(Vec::len), options.max_tokens)?;
-    let collate = |indices: &[usize]| pad(indices.iter().map(|index| sequences[*index].as_slice()));
+    let rows = LengthBatches::packed(sequences.iter().map(Vec::len), options.max_tokens, 32)?;
     let indices = |order: Option<LengthBatches>, batch_size| {
         let options = LoaderOptions { batch_size, ..Default::default() };
         match order {
@@ -85,24 +91,23 @@ fn rank(pg: &ProcessGroup, options: &Options) -> Result<()> {
     };
     let similar: DataLoader<_, Vec<usize>> = indices(Some(order), 1)?;
     let fixed = indices(None, sequences.len().div_ceil(pg.world_size() * similar.num_batches()))?;
-    let ddp = DistributedDataParallel::new(pg, &VarMap::new(), |vb| gpt(vb, options))?;
+    let packed = indices(Some(rows), 1)?;
+    let ddp = DistributedDataParallel::new(pg, &VarMap::new(), |vb| Gpt::new(vb, options.width))?;
     let mut optimizer = AdamW::new(&ddp, ParamsAdamW { lr: 1e-4, ..Default::default() })?;
     for round in 0..options.rounds {
-        for (name, loader) in [("similar lengths", &similar), ("fixed size", &fixed)] {
+        for (name, loader) in [("packed", &packed), ("similar lengths", &similar), ("fixed size", &fixed)] {
             let batches = loader.epoch(round).collect::<Result<Vec<_>>>()?;
             pg.barrier()?;
             let (start, mut counts) = (Instant::now(), [0., 0., 0.]);
             for batch in &batches {
-                let (ids, real) = collate(batch)?;
-                let [rows, longest] = *ids.dims() else { unreachable!("two dimensions") };
-                let inputs = ids.narrow(1, 0, longest - 1)?;
-                let targets = ids.narrow(1, 1, longest - 1)?.flatten_all()?;
-                let sums = CrossEntropyOptions {
-                    reduction: Reduction::Sum,
-                    ignore_index: PADDING.into(),
-                    ..Default::default()
-                };
-                let loss = cross_entropy_with(&ddp.forward(&inputs)?.flatten(0, 1)?, &targets, sums)?;
+                let sequences = batch.iter().map(|index| sequences[*index].as_slice());
+                let (real, rows) = (sequences.clone().map(<[u32]>::len).sum::<usize>(), batch.len());
+                let is_packed = name == "packed";
+                let Packed { tokens: ids, targets, cu_seq, .. } =
+                    if is_packed { pack(sequences)? } else { pad(sequences)? };
+                let sums = CrossEntropyOptions { reduction: Reduction::Sum, ..Default::default() };
+                let logits = ddp.call(|gpt| gpt.forward(&ids, is_packed.then_some(&cu_seq)))?;
+                let loss = cross_entropy_with(&logits.flatten(0, 1)?, &targets.flatten_all()?, sums)?;
                 optimizer.step(&backward_with(
                     &loss,
                     &[&ddp],
@@ -137,22 +142,41 @@ fn sequences(options: &Options) -> Result<Vec<Vec<u32>>> {
         .collect())
 }
 
-/// u32[samples, longest], and the number of real tokens.
-fn pad<'a>(sequences: impl Iterator<Item = &'a [u32]> + Clone) -> Result<(Tensor, usize)> {
-    let longest = sequences.clone().map(<[u32]>::len).max().unwrap_or(0);
-    let (rows, real) = (sequences.clone().count(), sequences.clone().map(<[u32]>::len).sum());
-    let ids = sequences.flat_map(|ids| ids.iter().copied().chain(std::iter::repeat_n(PADDING, longest - ids.len())));
-    Ok((Tensor::from_iter(ids, &Device::Cpu)?.reshape((rows, longest))?, real))
+/// A row for each sequence, as long as the longest without its last token, which has no target.
+fn pad<'a>(sequences: impl Iterator<Item = &'a [u32]> + Clone) -> Result<Packed> {
+    let longest = sequences.clone().map(<[u32]>::len).max().unwrap_or(0) - 1;
+    let rows = sequences.clone().count();
+    let row =
+        |ids: &'a [u32]| (0..longest).map(move |place| ids[..ids.len() - 1].get(place).copied().unwrap_or(PADDING));
+    let next = |ids: &'a [u32]| (1..=longest).map(move |place| ids.get(place).map_or(IGNORED, |id| i64::from(*id)));
+    let tokens = Tensor::from_iter(sequences.clone().flat_map(row), &Device::Cpu)?.reshape((rows, longest))?;
+    let targets = Tensor::from_iter(sequences.flat_map(next), &Device::Cpu)?.reshape((rows, longest))?;
+    let none = Tensor::zeros(0, DType::U32, &Device::Cpu)?;
+    Ok(Packed { tokens, targets, positions: none.clone(), cu_seq: none })
 }
 
 /// Two blocks; positions do not matter here.
-fn gpt(vb: VarBuilder, options: &Options) -> candle_core::Result<Func<'static>> {
-    let width = options.width;
-    let tokens = embedding(VOCABULARY as usize, width, vb.pp("tokens"))?;
-    let blocks = [0, 1].map(|layer| Block::new(width, width / 16, vb.pp(format!("blocks.{layer}"))));
-    let [first, second] = blocks;
-    let (first, second) = (first?, second?);
-    let norm = layer_norm(width, 1e-5, vb.pp("norm"))?;
-    let head = linear(width, VOCABULARY as usize, vb.pp("head"))?;
-    Ok(func(move |ids| head.forward(&norm.forward(&second.forward(&first.forward(&tokens.forward(ids)?)?)?)?)))
+struct Gpt {
+    tokens: Embedding,
+    blocks: [Block; 2],
+    norm: LayerNorm,
+    head: Linear,
+}
+
+impl Gpt {
+    fn new(vb: VarBuilder, width: usize) -> candle_core::Result<Self> {
+        let block = |layer| Block::new(width, width / 16, vb.pp(format!("blocks.{layer}")));
+        Ok(Self {
+            tokens: embedding(VOCABULARY as usize, width, vb.pp("tokens"))?,
+            blocks: [block(0)?, block(1)?],
+            norm: layer_norm(width, 1e-5, vb.pp("norm"))?,
+            head: linear(width, VOCABULARY as usize, vb.pp("head"))?,
+        })
+    }
+
+    fn forward(&self, ids: &Tensor, cu_seq: Option<&Tensor>) -> candle_core::Result<Tensor> {
+        let x = self.tokens.forward(ids)?;
+        let x = self.blocks.iter().try_fold(x, |x, block| block.forward_documents(&x, cu_seq))?;
+        self.head.forward(&self.norm.forward(&x)?)
+    }
 }

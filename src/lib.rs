@@ -136,7 +136,7 @@ macro_rules! all_pages {
     () => {
         pages! {
             checkpoints collectives contrastive converting data elastic elastic_nodes evaluation fine_tuning gpu_layers
-            layers measuring memory migrating mixed_precision models no_shared_disk one_gpu optimizers performance
+            layers measuring memory migrating mixed_precision models no_shared_disk one_gpu optimizers packing performance
             pretrained ranks_that_differ shards speech troubleshooting virtual_ranks watching
         }
 

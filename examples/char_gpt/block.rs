@@ -28,16 +28,21 @@ impl Block {
         })
     }
 
-    fn attention(&self, x: &Tensor) -> Result<Tensor> {
-        let options = AttentionOptions { is_causal: true, ..Default::default() };
+    fn attention(&self, x: &Tensor, cu_seq: Option<&Tensor>) -> Result<Tensor> {
+        let options = AttentionOptions { is_causal: true, cu_seq: cu_seq.cloned(), ..Default::default() };
         let y = scaled_dot_product_attention_qkvpacked(&self.qkv.forward(x)?, self.heads, options)?;
         self.projection.forward(&y)
+    }
+
+    /// With documents that share rows, if `cu_seq` says where they begin.
+    pub(crate) fn forward_documents(&self, x: &Tensor, cu_seq: Option<&Tensor>) -> Result<Tensor> {
+        let (x, normed) = self.norm2.add_norm(x, &self.attention(&self.norm1.forward(x)?, cu_seq)?)?;
+        add(&x, &self.fc2.forward(&gelu(&self.fc1.forward(&normed)?)?)?)
     }
 }
 
 impl Module for Block {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        let (x, normed) = self.norm2.add_norm(x, &self.attention(&self.norm1.forward(x)?)?)?;
-        add(&x, &self.fc2.forward(&gelu(&self.fc1.forward(&normed)?)?)?)
+        self.forward_documents(x, None)
     }
 }

@@ -8,15 +8,18 @@
 //! ```
 //!
 //! Each rank has the frozen weights once, without gradients, or with `--shard` its part of those of the layers. What is trained, sent and
-//! saved are the adapters, in f32. With `nn::checkpoint` a layer keeps its input alone for the backward pass.
+//! saved are the adapters, in f32. With `nn::checkpoint` a layer keeps its input alone for the backward pass. With `--pack` the
+//! samples are paragraphs, which share rows without padding.
 //!
 //! ci: --steps 4 --shard
+//! ci: --steps 4 --pack
 #[path = "../common/mod.rs"]
 mod common;
 mod qwen2;
 
 use candle_core::{DType, Tensor};
 use candle_ddp::checkpoint::{Pretrained, save_adapter, save_tensors};
+use candle_ddp::data::{DataLoader, LengthBatches, LoaderOptions, Packed, pack};
 use candle_ddp::metrics::ThroughputOptions;
 use candle_ddp::nn::{LoraConfig, embedding, rms_norm};
 use candle_ddp::optim::{AdamW, Optimizer, ParamsAdamW};
@@ -30,6 +33,7 @@ use common::text::read_text;
 use qwen2::{Config, Layer, Qwen2};
 use serde_json::{Map, json};
 use std::collections::HashMap;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
@@ -57,6 +61,9 @@ struct Options {
     /// The rank of the adapters.
     #[arg(long, default_value_t = 8)]
     r: usize,
+    /// Train on paragraphs, of which several share a row, instead of on pieces of the text.
+    #[arg(long)]
+    pack: bool,
     /// Spread the layers over the ranks (ZeRO-3, FSDP), the frozen weights too.
     #[arg(long)]
     shard: bool,
@@ -140,6 +147,25 @@ fn make(config: Config, folder: &Path) -> Result<()> {
         .with_context(|| format!("writing {}", index.display()))
 }
 
+/// Rows of as many tokens as a batch of pieces has. Paragraphs that are longer than `length` are cut.
+fn paragraphs(
+    pg: &ProcessGroup,
+    text: &[u8],
+    length: usize,
+    pieces: usize,
+) -> Result<DataLoader<Range<usize>, Packed>> {
+    let text = String::from_utf8_lossy(text);
+    let cut = |paragraph: &str| {
+        let tokens: Vec<u32> = paragraph.bytes().map(u32::from).collect();
+        tokens.chunks(length).map(<[u32]>::to_vec).collect::<Vec<_>>()
+    };
+    let documents: Vec<Vec<u32>> = text.split("\n\n").flat_map(cut).collect();
+    let order = LengthBatches::packed(documents.iter().map(Vec::len), pieces * length, 32)?;
+    let count = documents.len();
+    let collate = move |row: Vec<usize>| pack(row.iter().map(|document| &documents[*document]));
+    DataLoader::with_order(0..count, order, pg, LoaderOptions::default(), collate)
+}
+
 fn train(pg: &ProcessGroup, options: &Options) -> Result<()> {
     let (config, is_first) = (options.size.config(), pg.rank() == 0);
     // Whatever somebody keeps there stays as it is.
@@ -177,6 +203,8 @@ fn train(pg: &ProcessGroup, options: &Options) -> Result<()> {
         let reason = format!("it must have more than {} bytes, not {}", length + 1, text.len());
         return Err(Error::InvalidArgument { argument: "--data", reason });
     }
+    let paragraphs = if options.pack { Some(paragraphs(pg, &text, length, pieces)?) } else { None };
+    let mut rows = paragraphs.iter().flat_map(|loader| std::iter::repeat_with(move || loader.iter()).flatten());
     let trained = parameters(&ddp)?;
     let flops = config.flops(trained);
     let throughput =
@@ -191,8 +219,12 @@ fn train(pg: &ProcessGroup, options: &Options) -> Result<()> {
             let tokens: Vec<u32> = (0..pieces).flat_map(piece).collect();
             Tensor::from_vec(tokens, (pieces, length), pg.device())
         };
-        let (tokens, next) = (batch(0)?, batch(1)?);
-        let loss = ddp.call(|model| model.loss(&tokens, &next))?;
+        let row = rows.next().transpose()?;
+        let (tokens, next) = match &row {
+            Some(row) => (row.tokens.clone(), row.targets.clone()),
+            None => (batch(0)?, batch(1)?),
+        };
+        let loss = ddp.call(|model| model.loss(&tokens, &next, row.as_ref()))?;
         optimizer.step(&ddp.backward(&loss)?)?;
         let [mean] = pg.all_reduce_scalars([f64::from(loss.to_scalar::<f32>()?)], ReduceOp::Avg)?;
         summary.step(tokens.elem_count());

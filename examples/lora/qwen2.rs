@@ -1,5 +1,6 @@
 //! The architecture of Qwen2, with the names of its checkpoints. It does not know of adapters.
 use candle_core::{DType, Device, Module, Result, Tensor};
+use candle_ddp::data::Packed;
 use candle_ddp::metrics::TransformerFlops;
 use candle_ddp::nn::{
     AttentionOptions, Embedding, Linear, RmsNorm, add, checkpoint, embedding, linear, linear_cross_entropy_with,
@@ -65,7 +66,7 @@ impl Layer {
         })
     }
 
-    fn forward(&self, x: &Tensor, [cos, sin]: &[Tensor; 2]) -> Result<Tensor> {
+    fn forward(&self, x: &Tensor, [cos, sin]: &[Tensor; 2], cu_seq: Option<Tensor>) -> Result<Tensor> {
         let (samples, tokens, width) = x.dims3()?;
         let Config { heads, key_heads, .. } = self.config;
         let normed = self.norms[0].forward(x)?;
@@ -75,7 +76,7 @@ impl Layer {
         let [query, key, value, output] = &self.projections;
         let query = rope(&split(query, heads)?.contiguous()?, cos, sin)?;
         let key = rope(&split(key, key_heads)?.contiguous()?, cos, sin)?;
-        let options = AttentionOptions { is_causal: true, ..Default::default() };
+        let options = AttentionOptions { is_causal: true, cu_seq, ..Default::default() };
         let y = scaled_dot_product_attention(&query, &key, &split(value, key_heads)?, options)?;
         let y = output.forward(&reshape(&transpose(&y, 1, 2)?, (samples, tokens, width))?)?;
         let (x, normed) = self.norms[1].add_norm(x, &y)?;
@@ -105,12 +106,21 @@ impl Qwen2 {
         })
     }
 
-    /// The mean loss of the next tokens. The backward pass computes each layer again. The head has the weight of the embedding.
-    pub(crate) fn loss(&self, tokens: &Tensor, next: &Tensor) -> Result<Tensor> {
+    /// The mean loss of the next tokens, of documents that share a row if there is one. The backward pass computes each layer again. The
+    /// head has the weight of the embedding.
+    pub(crate) fn loss(&self, tokens: &Tensor, next: &Tensor, row: Option<&Packed>) -> Result<Tensor> {
         let mut x = self.embed.forward(tokens)?;
+        let mut rotations = self.rotations.clone();
+        if let Some(Packed { positions, .. }) = row {
+            // Positions begin anew with each document.
+            for table in &mut rotations {
+                *table = table.index_select(positions, 0)?;
+            }
+        }
         for layer in &self.layers {
-            let (layer, rotations) = (Arc::clone(layer), self.rotations.clone());
-            let forward = move |layer: &Layer, x: &[Tensor]| layer.forward(&x[0], &rotations);
+            let (layer, rotations) = (Arc::clone(layer), rotations.clone());
+            let cu_seq = row.map(|row| row.cu_seq.clone());
+            let forward = move |layer: &Layer, x: &[Tensor]| layer.forward(&x[0], &rotations, cu_seq.clone());
             x = match self.is_sharded {
                 // This is a checkpoint as well.
                 true => layer.call(&[&x], forward)?,
