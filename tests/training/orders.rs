@@ -44,6 +44,7 @@ fn orders() -> Vec<(&'static str, usize, Arc<dyn Order>)> {
         ("without replacement", 2, Arc::new(WeightedSampler::without_replacement(weights, 75).unwrap())),
         ("in blocks", 3, Arc::new(BlockShuffle::new(101, BlockOptions { block: 8, window: 3, lanes: 2 }).unwrap())),
         ("of batches", 1, Arc::new(LengthBatches::new(lengths(200), 500).unwrap())),
+        ("of rows", 1, Arc::new(LengthBatches::packed(lengths(300), 500, 4).unwrap())),
     ]
 }
 
@@ -109,6 +110,7 @@ fn other_orders_refuse_the_state() {
     let weighted = |first| WeightedSampler::with_replacement(weights(first), 100).unwrap();
     let lengths_of = |first: usize| [&[first][..], &lengths(200)].concat();
     let batches = |first, most| LengthBatches::new(lengths_of(first), most).unwrap();
+    let rows = |first, window| LengthBatches::packed(lengths_of(first), 500, window).unwrap();
     let sampler = |shuffle| {
         let options = SamplerOptions { shuffle, ..Default::default() };
         DistributedSampler::new(50, 0, 1, options).unwrap()
@@ -118,6 +120,8 @@ fn other_orders_refuse_the_state() {
         [Arc::new(weighted(1.)), Arc::new(WeightedSampler::without_replacement(weights(1.), 100).unwrap())],
         [Arc::new(batches(40, 500)), Arc::new(batches(40, 450))],
         [Arc::new(batches(40, 500)), Arc::new(batches(400, 500))],
+        [Arc::new(rows(40, 8)), Arc::new(rows(40, 7))],
+        [Arc::new(rows(40, 8)), Arc::new(rows(400, 8))],
         [Arc::new(sampler(true)), Arc::new(sampler(false))],
     ];
     for [before, after] in cases {
