@@ -29,9 +29,10 @@ MODELS = {
     "deeplab": "DeepLabv3+ in miniature (64×64), batch 8",
     "unet": "DDPM's U-Net of half its width (32×32), batch 8",
     "gpt": "GPT, 6 layers of width 384, 256 tokens, batch 8",
+    "muon": "GPT, 3 layers of width 384, 256 of 4096 tokens, capped logits, batch 8, Muon",
     "lstm": "LSTM, 2 layers of 650, 35 of 10,000 words, batch 20",
 }
-STEPS = {"mlp": 30, "resnet18": 5, "deeplab": 20, "unet": 5, "gpt": 5, "lstm": 5}
+STEPS = {"mlp": 30, "resnet18": 5, "deeplab": 20, "unet": 5, "gpt": 5, "muon": 5, "lstm": 5}
 PARTS = ["forward", "backward", "optimizer", "step"]
 # As a share of the backward pass's time.
 COMMUNICATION = 0.8
@@ -116,7 +117,7 @@ def overhead(options, program):
     lines = [
         "# A training step, plain and with DDP, 2 ranks on one machine",
         "",
-        "Fused AdamW (in PyTorch, `fused=True`), one thread per rank. *plain*: every rank trains its own model at the same time; *DDP*: gradients are "
+        "Fused AdamW (in PyTorch, `fused=True`), for one model Muon, one thread per rank. *plain*: every rank trains its own model at the same time; *DDP*: gradients are "
         f"averaged. Both alternate in one process. Times are medians in ms over {options.rounds} alternating rounds of the "
         "slower rank's median step, with the lowest and highest round in brackets. Memory is the most that rank 0's process "
         "had in a run of DDP alone, with everything that it loads, in MiB.",

@@ -11,7 +11,7 @@ use candle_core::{DType, Tensor};
 use candle_ddp::amp::Autocast;
 use candle_ddp::backend::nccl::NcclOptions;
 use candle_ddp::nn::{LoraConfig, MemoryFormat, to_memory_format};
-use candle_ddp::optim::{AdamW, Optimizer, Parameters, ParamsAdamW};
+use candle_ddp::optim::{AdamW, Muon, Optimizer, Parameters, ParamsAdamW, ParamsMuon};
 use candle_ddp::{
     Backward, Buckets, DdpOptions, DistributedDataParallel, Error, InitOptions, OnNonFinite, Precision, ProcessGroup,
     ReplicaCheck, Result, Sharding, backward_with, init_process_group,
@@ -148,7 +148,7 @@ fn measure(pg: &ProcessGroup, options: &Options) -> Result<()> {
         };
         let precision = mode.precision(options.amp, options.dtype)?;
         let ddp = DdpOptions { replica_check, on_non_finite, sharding, precision, ..ddp.clone() };
-        Trainer::new(*mode, &build, options.dtype, pg, ddp)
+        Trainer::new(*mode, (options.model, &build), options.dtype, pg, ddp)
     };
     let mut trainers = options.modes.iter().map(new).collect::<Result<Vec<_>>>()?;
     let mut times = vec![Vec::new(); trainers.len()];
@@ -234,7 +234,7 @@ impl Mode {
 /// A model and its training step.
 struct Trainer {
     net: Net,
-    optimizer: AdamW,
+    optimizer: Box<dyn Optimizer>,
     gradient_bytes: usize,
     in_parts: bool,
 }
@@ -248,7 +248,7 @@ enum Net {
 impl Trainer {
     fn new(
         mode: Mode,
-        build: &impl Fn(VarBuilder) -> candle_core::Result<LossNet>,
+        (model, build): (Model, &impl Fn(VarBuilder) -> candle_core::Result<LossNet>),
         dtype: DType,
         pg: &ProcessGroup,
         options: DdpOptions,
@@ -284,17 +284,23 @@ impl Trainer {
                 Net::Ddp(DistributedDataParallel::from_vars(pg, net, &varmap, options)?)
             }
         };
-        let parameters = match &net {
+        let parameters: Vec<_> = match &net {
             Net::Local(_) => {
-                let trained = Parameters::from(&varmap).into_iter().filter(|(name, _)| !name.contains("running_"));
-                trained.map(|(_, var)| var).collect()
+                Parameters::from(&varmap).into_iter().filter(|(name, _)| !name.contains("running_")).collect()
             }
-            Net::Ddp(ddp) | Net::Virtual(ddp) => ddp.parameters(),
+            Net::Ddp(ddp) | Net::Virtual(ddp) => ddp.named_parameters(),
         };
-        let bytes = |var: &candle_core::Var| var.elem_count() * var.dtype().size_in_bytes();
+        let bytes = |(_, var): &(String, candle_core::Var)| var.elem_count() * var.dtype().size_in_bytes();
         let gradient_bytes = parameters.iter().map(bytes).sum();
         let params = ParamsAdamW { lr: LEARNING_RATE, ..Default::default() };
-        let optimizer = AdamW::new(parameters, params)?;
+        let optimizer: Box<dyn Optimizer> = match model.is_muons() {
+            true => {
+                let muon = ParamsMuon { lr: LEARNING_RATE, ..Default::default() };
+                let is_adamws = |name: &str| ["positions", "tokens", "head"].iter().any(|part| name.starts_with(part));
+                Box::new(Muon::with_adamw(parameters, muon, params, is_adamws)?)
+            }
+            false => Box::new(AdamW::new(parameters, params)?),
+        };
         Ok(Self { net, optimizer, gradient_bytes, in_parts: matches!(mode, Mode::Parts) })
     }
 

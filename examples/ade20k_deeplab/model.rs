@@ -2,7 +2,7 @@
 use super::backbone::{Backbone, BackboneKind};
 use super::convolution::{Convolution, Separable};
 use candle_core::{Module, ModuleT, Result, Tensor};
-use candle_ddp::nn::{Conv2d, InterpolateMode, adaptive_avg_pool2d, conv2d, interpolate};
+use candle_ddp::nn::{Conv2d, InterpolateMode, adaptive_avg_pool2d, cat, conv2d, interpolate};
 use candle_ddp::vision::models::NormLayer;
 use candle_nn::{Conv2dConfig, VarBuilder};
 
@@ -78,7 +78,7 @@ impl ModuleT for DeepLab {
         }
         let whole = self.pooled.forward_relu_t(&adaptive_avg_pool2d(&high, 1)?, train)?;
         branches.push(resize_like(&whole, &high)?);
-        let x = self.project.forward_relu_t(&Tensor::cat(&branches, 1)?, train)?;
+        let x = self.project.forward_relu_t(&cat(&branches.iter().collect::<Vec<_>>(), 1)?, train)?;
 
         let x = Tensor::cat(&[resize_like(&x, &low)?, self.low_level.forward_relu_t(&low, train)?], 1)?;
         let x = self.decoder.iter().try_fold(x, |x, convolution| convolution.forward_relu_t(&x, train))?;

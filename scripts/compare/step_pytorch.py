@@ -231,6 +231,34 @@ class Gpt(nn.Module):
         return self.head(self.norm(self.blocks(self.tokens(x) + self.positions)))
 
 
+class CappedGpt(Gpt):
+    """With capped logits. Muon updates the matrices of its blocks."""
+
+    def __init__(self):
+        super().__init__(vocabulary=4096, layers=3)
+
+    def forward(self, x):
+        return 15 * torch.tanh(super().forward(x) / 15)
+
+
+class Optimizers:
+    """Muon for the matrices of the blocks, and AdamW."""
+
+    def __init__(self, model):
+        is_muons = lambda name, parameter: ".blocks." in name and parameter.ndim == 2
+        muons = [p for name, p in model.named_parameters() if is_muons(name, p)]
+        others = [p for name, p in model.named_parameters() if not is_muons(name, p)]
+        self.all = [torch.optim.Muon(muons, LEARNING_RATE), torch.optim.AdamW(others, LEARNING_RATE, fused=True)]
+
+    def zero_grad(self):
+        for optimizer in self.all:
+            optimizer.zero_grad()
+
+    def step(self):
+        for optimizer in self.all:
+            optimizer.step()
+
+
 class WordLm(nn.Module):
     """That of pytorch/examples/word_language_model."""
 
@@ -327,6 +355,7 @@ MODELS = {
     "gpt2": (lambda: Gpt(50257, 1024, 768, 12, 12), 8, lambda batch: torch.randint(50257, (batch, 1024))),
     # As its users pad the vocabulary, for faster products.
     "gpt2-padded": (lambda: Gpt(50304, 1024, 768, 12, 12), 8, lambda batch: torch.randint(50257, (batch, 1024))),
+    "muon": (CappedGpt, 8, lambda batch: torch.randint(4096, (batch, 256))),
     "lstm": (WordLm, 20, lambda batch: torch.randint(10000, (35, batch))),
     "vit": (Vit, 32, lambda batch: torch.randn(batch, 3, 224, 224)),
     "bert": (lambda: Bert(30522), 8, lambda batch: torch.randint(30522, (batch, 512))),
@@ -372,6 +401,8 @@ def wrapped(model, mode):
         model = fully_shard(model, reshard_after_forward=False)
     elif mode != "local":
         model = DistributedDataParallel(model)
+    if any(isinstance(module, CappedGpt) for module in model.modules()):
+        return model, Optimizers(model)
     if mode == "zero":
         return model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=LEARNING_RATE, fused=True)
     return model, torch.optim.AdamW(model.parameters(), LEARNING_RATE, fused=True)

@@ -76,6 +76,7 @@ mod several_models;
 mod sharded_accumulation;
 mod sharded_blocks;
 mod sharded_files;
+mod sixteen_bits;
 mod small_data;
 mod stale_graph;
 mod stop;

@@ -1,7 +1,7 @@
 //! DeepLabv3+ in miniature: separable convolutions, atrous spatial pyramid pooling, bilinear upsampling.
 use candle_core::{Module, Result, Tensor};
 use candle_ddp::nn::{
-    BatchNorm, Conv2d, InterpolateMode, adaptive_avg_pool2d, batch_norm, conv2d, conv2d_no_bias, interpolate,
+    BatchNorm, Conv2d, InterpolateMode, adaptive_avg_pool2d, batch_norm, cat, conv2d, conv2d_no_bias, interpolate,
 };
 use candle_nn::{Conv2dConfig, FuncT, VarBuilder, func_t};
 
@@ -32,8 +32,8 @@ pub(super) fn deeplab(vb: VarBuilder) -> Result<FuncT<'static>> {
         let x = body.iter().try_fold(low.clone(), |x, layer| layer.forward(&x, train))?;
         let mut branches = pyramid.iter().map(|layer| layer.forward(&x, train)).collect::<Result<Vec<_>>>()?;
         branches.push(upsample(&pooled.forward(&adaptive_avg_pool2d(&x, 1)?, train)?, &x)?);
-        let x = upsample(&joined.forward(&Tensor::cat(&branches, 1)?, train)?, &low)?;
-        let x = decoder.forward(&Tensor::cat(&[x, skip.forward(&low, train)?], 1)?, train)?;
+        let x = upsample(&joined.forward(&cat(&branches.iter().collect::<Vec<_>>(), 1)?, train)?, &low)?;
+        let x = decoder.forward(&cat(&[&x, &skip.forward(&low, train)?], 1)?, train)?;
         upsample(&head.forward(&x)?, images)
     }))
 }

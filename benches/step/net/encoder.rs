@@ -1,10 +1,10 @@
 //! Encoders of the size of ViT-S/16, with norms before and a mean over the tokens, and of BERT-base, with norms after and
 //! logits for each token.
 use super::LossNet;
-use candle_core::{Module, Result, Tensor};
+use candle_core::{DType, Module, Result, Tensor};
 use candle_ddp::nn::{
     AttentionOptions, LayerNorm, Linear, add, conv2d, embedding, flatten, gelu_erf, layer_norm, linear,
-    linear_cross_entropy, scaled_dot_product_attention_qkvpacked, transpose,
+    linear_cross_entropy, scaled_dot_product_attention_qkvpacked, to_dtype, transpose,
 };
 use candle_nn::{Conv2dConfig, FuncT, Init, VarBuilder, func_t};
 
@@ -28,7 +28,8 @@ pub(super) fn vit(image_size: usize, vb: VarBuilder) -> Result<FuncT<'static>> {
         let x = transpose(&flatten(&patches.forward(images)?, 2, 3)?, 1, 2)?;
         let x = add(&x, &positions)?;
         let x = blocks.iter().try_fold(x, |x, block| block.pre_norm(&x))?;
-        head.forward(&norm.forward(&x)?.mean(1)?)
+        let mean = to_dtype(&norm.forward(&x)?, DType::F32)?.mean(1)?;
+        head.forward(&to_dtype(&mean, x.dtype())?)
     }))
 }
 

@@ -9,13 +9,13 @@ mod unet;
 mod word_lm;
 
 use candle_core::{DType, Device, Module, ModuleT, Result, Tensor};
-use candle_ddp::nn::{linear, relu};
+use candle_ddp::nn::{linear, relu, to_dtype};
 use candle_ddp::vision::models::{self, ResNet, ResNetOptions, ResNetStem};
 use candle_nn::{FuncT, VarBuilder, func_t};
 use clap::ValueEnum;
 use word_lm::{Config, Kind, WordLm};
 
-#[derive(Clone, Copy, ValueEnum)]
+#[derive(Clone, Copy, Debug, ValueEnum)]
 pub(crate) enum Model {
     /// Six layers of 1024 × 1024, each followed by a ReLU.
     Mlp,
@@ -35,6 +35,8 @@ pub(crate) enum Model {
     Gpt2Medium,
     /// 24 layers of width 2048.
     Gpt2Xl,
+    /// A GPT of three such layers, with 4096 tokens and capped logits, whose matrices Muon updates.
+    Muon,
     /// The example `word_lm`: two LSTM layers of 650, for 35 of 10,000 words.
     Lstm,
     /// A vision transformer of the size of ViT-S/16.
@@ -55,6 +57,7 @@ impl Model {
             Self::Gpt2 => "gpt2",
             Self::Gpt2Medium => "gpt2-medium",
             Self::Gpt2Xl => "gpt2-xl",
+            Self::Muon => "muon",
             Self::Lstm => "lstm",
             Self::Vit => "vit",
             Self::Bert => "bert",
@@ -66,8 +69,20 @@ impl Model {
             Self::Mlp => 256,
             Self::Lstm => 20,
             Self::Resnet18 | Self::Resnet50 | Self::Vit => 32,
-            Self::Deeplab | Self::Unet | Self::Gpt | Self::Gpt2 | Self::Gpt2Medium | Self::Gpt2Xl | Self::Bert => 8,
+            Self::Deeplab
+            | Self::Unet
+            | Self::Gpt
+            | Self::Gpt2
+            | Self::Gpt2Medium
+            | Self::Gpt2Xl
+            | Self::Muon
+            | Self::Bert => 8,
         }
+    }
+
+    /// Whether Muon updates the matrices, and not AdamW.
+    pub(crate) fn is_muons(self) -> bool {
+        matches!(self, Self::Muon)
     }
 
     pub(crate) fn batch(self, size: usize, image_size: usize, dtype: DType, device: &Device) -> Result<Batch> {
@@ -82,11 +97,12 @@ impl Model {
             Self::Deeplab => noise(&[3, 64, 64]),
             Self::Gpt => tokens(gpt::SMALL.vocabulary, gpt::SMALL.tokens),
             Self::Gpt2 | Self::Gpt2Medium | Self::Gpt2Xl => tokens(gpt::GPT2.vocabulary, gpt::GPT2.tokens),
+            Self::Muon => tokens(gpt::CAPPED.vocabulary, gpt::CAPPED.tokens),
             Self::Bert => tokens(encoder::VOCABULARY, encoder::TOKENS),
             Self::Lstm => tokens(WORDS.vocabulary, 35)?.t()?.contiguous(),
         }?;
         let targets = match self {
-            Self::Gpt | Self::Gpt2 | Self::Gpt2Medium | Self::Gpt2Xl | Self::Bert => input.roll(-1, 1)?,
+            Self::Gpt | Self::Gpt2 | Self::Gpt2Medium | Self::Gpt2Xl | Self::Muon | Self::Bert => input.roll(-1, 1)?,
             Self::Lstm => input.roll(-1, 0)?,
             _ => Tensor::zeros(0, DType::U32, &Device::Cpu)?,
         };
@@ -115,6 +131,7 @@ impl Model {
             Self::Gpt2 => gpt(gpt::GPT2, vb),
             Self::Gpt2Medium => gpt(gpt::MEDIUM, vb),
             Self::Gpt2Xl => gpt(gpt::XL, vb),
+            Self::Muon => gpt::capped(&gpt::CAPPED, vb),
             Self::Lstm => {
                 let net = WordLm::new(WORDS, vb)?;
                 Ok(Box::new(move |words, next| Ok(net.loss(words, next, None, true)?.0)))
@@ -139,7 +156,7 @@ pub(crate) struct Batch {
 
 /// A cheap loss: the mean square of the output.
 fn with_loss(net: FuncT<'static>) -> LossNet {
-    Box::new(move |input, _| net.forward_t(input, true)?.to_dtype(DType::F32)?.sqr()?.mean_all())
+    Box::new(move |input, _| to_dtype(&net.forward_t(input, true)?, DType::F32)?.sqr()?.mean_all())
 }
 
 fn mlp(vb: VarBuilder) -> Result<FuncT<'static>> {

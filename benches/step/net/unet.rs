@@ -143,8 +143,8 @@ impl Residual {
 
     fn forward(&self, x: &Tensor, time: &Tensor, train: bool) -> Result<Tensor> {
         let hidden = self.convolutions[0].forward(&silu(&self.norms[0].forward(x)?)?)?;
-        let time = self.time.forward(time)?.unsqueeze(2)?.unsqueeze(3)?;
-        let hidden = silu(&self.norms[1].forward(&hidden.broadcast_add(&time)?)?)?;
+        let time = reshape(&self.time.forward(time)?, ((), hidden.dim(1)?, 1, 1))?;
+        let hidden = silu(&self.norms[1].forward(&add(&hidden, &time)?)?)?;
         let hidden = self.convolutions[1].forward(&self.dropout.forward_t(&hidden, train)?)?;
         match &self.shortcut {
             Some(shortcut) => add(&shortcut.forward(x)?, &hidden),

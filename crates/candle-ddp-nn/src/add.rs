@@ -5,7 +5,7 @@ use candle_ddp_tensor::function;
 
 /// `a` + `b`, of the same dtype. `b` has the shape of `a`, or its last dimensions: then it is added for each index of the others, like
 /// the positions of a transformer to all sequences of a batch. Leading dimensions of size 1, as in positions of shape (1, N, D), may come
-/// in addition.
+/// in addition. Its last dimensions may be 1 instead, like those of a vector that is added to all pixels of an image.
 ///
 /// Under [`autocast`](crate::autocast()) by lists, the sum of two dtypes is calculated in f32, and f32. Apart from that, this is
 /// [`candle_ddp_tensor::function::add`].

@@ -184,8 +184,9 @@ fn is_cast(x: &Tensor) -> bool {
     matches!(x.dtype(), DType::F32 | DType::F16 | DType::BF16)
 }
 
-/// `x` in another dtype, in the same memory format. The gradient has the dtype of `x`.
-pub(crate) fn to_dtype(x: &Tensor, dtype: DType) -> Result<Tensor> {
+/// `x` in another floating-point dtype, in the same memory format. The gradient has the dtype of `x`, and candle adds it to nothing.
+#[doc(hidden)]
+pub fn to_dtype(x: &Tensor, dtype: DType) -> Result<Tensor> {
     if x.dtype() == dtype {
         return Ok(x.clone());
     }

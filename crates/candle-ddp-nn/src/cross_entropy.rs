@@ -5,6 +5,7 @@ mod options;
 pub use options::{CrossEntropyOptions, Reduction};
 
 use super::softmax::{BLOCK_ELEMENTS, TILE, column_sums, extents, row_sum};
+use super::view::contiguous;
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp1, DType, Layout, Result, Shape, Tensor, WithDType};
 use candle_ddp_tensor::Error;
@@ -64,7 +65,7 @@ pub fn cross_entropy_with(logits: &Tensor, targets: &Tensor, options: CrossEntro
     if logits.device().is_cuda() {
         return cuda::cross_entropy(logits, targets, &options);
     }
-    op1(&logits.contiguous()?, CrossEntropy::new(targets, shape[1], &options)?)
+    op1(&contiguous(logits)?, CrossEntropy::new(targets, shape[1], &options)?)
 }
 
 /// Refuses targets of other dtypes, and options that do not fit so many classes.

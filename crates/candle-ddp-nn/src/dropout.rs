@@ -1,4 +1,5 @@
 //! Dropout with reproducible masks.
+use crate::view::contiguous;
 use candle_core::backend::BackendStorage;
 use candle_core::{
     CpuStorage, CudaDevice, CudaStorage, CustomOp1, DType, Device, Layout, ModuleT, Result, Shape, Tensor, WithDType,
@@ -41,7 +42,7 @@ pub fn dropout(x: &Tensor, p: f32, generator: &mut Generator) -> Result<Tensor> 
     }
     let draw = draw(generator, x.elem_count());
     let mask = Mask { draw, threshold: (f64::from(p) * 2f64.powi(32)) as u32, scale: 1.0 / (1.0 - f64::from(p)) };
-    let x = x.contiguous()?;
+    let x = contiguous(x)?;
     op1(&x, mask)
 }
 

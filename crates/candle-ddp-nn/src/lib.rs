@@ -46,6 +46,8 @@ pub use candle_nn::*;
 pub use activation::{Activation, gelu, gelu_erf, relu, silu, tanh};
 pub use add::add;
 pub use attention::{AttentionOptions, scaled_dot_product_attention, scaled_dot_product_attention_qkvpacked};
+#[doc(hidden)]
+pub use autocast::to_dtype;
 pub use autocast::{Autocast, autocast, autocast_mode, autocast_off, set_autocast};
 pub use avg_pool::{AvgPool2dOptions, adaptive_avg_pool2d, avg_pool2d};
 pub use batch_norm::{BatchNorm, BatchNormGroup, batch_norm};

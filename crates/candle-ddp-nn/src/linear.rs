@@ -8,6 +8,7 @@ pub(crate) use uneven::is_uneven;
 use super::autocast::{Casts, to_dtype};
 use super::gemm::{self, Strides, threads};
 use super::lora::adapter::{self, Adapter};
+use super::view::contiguous;
 use candle_core::{D, DType, Module, Result, Shape, Storage, Tensor, WithDType};
 use candle_ddp_tensor::borrow::{slice_tensor, with_slice};
 use candle_ddp_tensor::column_sums::column_sums;
@@ -119,7 +120,7 @@ pub(crate) fn adapted(adapter: &Adapter, x: &Tensor, bias: Option<&Tensor>) -> R
 /// x · Wᵀ + b, with the weight and the dtype that it is rounded to.
 fn multiply(x: &Tensor, (weight, dtype): (&Tensor, DType), bias: Option<&Tensor>) -> Result<Tensor> {
     check(["the input of Linear", "the bias of Linear"], x, (weight, dtype), bias)?;
-    let (x, weight) = (x.contiguous()?, weight.contiguous()?);
+    let (x, weight) = (contiguous(x)?, contiguous(weight)?);
     let product = Product { x: x.detach(), weight: weight.detach() };
     let result = product.forward(bias)?;
     match bias {

@@ -3,13 +3,18 @@
 pub use crate::cross_entropy::cross_entropy;
 
 use crate::activation::softplus;
+use crate::autocast::to_dtype;
 use candle_core::{DType, Result, Tensor};
 use candle_ddp_tensor::function::argument;
 use candle_ddp_tensor::{Error, accumulator};
 
 /// The tensor in the dtype in which its loss is calculated.
 fn wide(x: &Tensor) -> Result<Tensor> {
-    argument(x).to_dtype(accumulator(x.dtype()))
+    match x.dtype() {
+        // candle would add the gradient to zeros in 16 bits.
+        DType::F16 | DType::BF16 => Ok(argument(&to_dtype(x, DType::F32)?)),
+        dtype => argument(x).to_dtype(accumulator(dtype)),
+    }
 }
 
 /// The mean of (input − target)²: `torch.nn.functional.mse_loss`, of tensors of one shape and dtype.

@@ -1,5 +1,6 @@
 //! Rotary position embeddings, with a gradient.
 use super::autocast::widest;
+use super::view::contiguous;
 use candle_core::backend::BackendStorage;
 use candle_core::{
     CpuStorage, CudaDevice, CudaStorage, CustomOp1, DType, Device, Layout, Result, Shape, Tensor, WithDType,
@@ -92,7 +93,7 @@ fn apply(x: &Tensor, cos: &Tensor, sin: &Tensor, kind: Kind) -> Result<Tensor> {
         );
         return Err(Error::invalid("the input of rope", reason).into());
     }
-    let x = x.contiguous()?;
+    let x = contiguous(x)?;
     let (cos, sin) = (cos.detach().contiguous()?, sin.detach().contiguous()?);
     op1(&x, Rope { kind, cos, sin })
 }

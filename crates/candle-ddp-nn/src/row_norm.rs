@@ -3,6 +3,7 @@
 //! computed in f32.
 use super::add;
 use super::autocast::{is_widened, wide};
+use super::view::contiguous;
 use candle_core::{D, Result, Shape, Storage, Tensor, WithDType};
 use candle_ddp_tensor::borrow::with_slice;
 use candle_ddp_tensor::function::{Earlier, Function, added, apply};
@@ -22,7 +23,7 @@ const BLOCK_ROWS: usize = 16;
 pub(super) fn row_norm(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, eps: f64, centred: bool) -> Result<Tensor> {
     let x = &wide(x)?;
     let norm = Norm::new(x, weight, bias, eps, centred)?;
-    let x = x.contiguous()?;
+    let x = contiguous(x)?;
     if x.device().is_cuda() {
         let (y, statistics) = kernels::norm_forward(norm.of(&x))?;
         return norm.apply(&x, y, Statistics::OnGpu(statistics));
@@ -42,7 +43,7 @@ pub(super) fn add_norm(
     let is_alike = x.shape() == residual.shape() && x.dtype() == residual.dtype() && !is_widened(x)?;
     if is_alike && x.device().same_device(residual.device()) && kernels::take(x.device(), x.dtype()) {
         let norm = Norm::new(x, weight, bias, eps, centred)?;
-        let (x, residual) = (x.contiguous()?, residual.contiguous()?);
+        let (x, residual) = (contiguous(x)?, contiguous(residual)?);
         if let Some(AddedNorm { sum, normed, statistics }) = kernels::add_norm_forward(norm.of(&x), &residual)? {
             let sum = added(&x, &residual, sum)?;
             let normed = norm.apply(&sum, normed, Statistics::OnGpu(statistics))?;

@@ -1,6 +1,7 @@
 //! Softmax and its logarithm.
 use super::autocast::wide;
 use super::rows::{dot, exponentials, larger, maximum, sum};
+use super::view::contiguous;
 use candle_core::backend::BackendStorage;
 use candle_core::shape::Dim;
 use candle_core::{
@@ -63,7 +64,7 @@ fn apply(x: &Tensor, dim: usize, log: bool) -> Result<Tensor> {
     if x.elem_count() == 0 {
         return argument(&x).affine(1.0, 0.0);
     }
-    op1(&x.contiguous()?, Softmax { dim, log })
+    op1(&contiguous(&x)?, Softmax { dim, log })
 }
 
 /// A tensor's dimension, the product of the later dimensions, and the product of both.

@@ -93,6 +93,23 @@ pub fn cat(tensors: &[&Tensor], dim: impl Dim) -> Result<Tensor> {
     adopt(y, &tensors.iter().collect::<Vec<_>>(), Cat { dim, lengths })
 }
 
+/// `x`, or a contiguous copy of it. candle would add the copy's gradient to zeros, and that of each view before it.
+pub(crate) fn contiguous(x: &Tensor) -> Result<Tensor> {
+    adopt(argument(x).contiguous()?, &[x], Contiguous)
+}
+
+struct Contiguous;
+
+impl Function for Contiguous {
+    fn name(&self) -> &'static str {
+        "contiguous"
+    }
+
+    fn backward(&self, gradient: &Tensor, _: &[bool]) -> Result<Vec<Option<Tensor>>> {
+        Ok(vec![Some(gradient.clone())])
+    }
+}
+
 /// The argument's shape.
 struct Reshape(Shape);
 

@@ -20,7 +20,34 @@ pub fn column_sums(rows: &Tensor, shape: &Shape) -> Result<Tensor> {
     })
 }
 
-/// The same on a GPU, in the dtype of the arithmetic.
+/// The sums of `each` neighbours in a contiguous tensor on CPUs, added up over all that belong to one element of the shape `shape`.
+pub(crate) fn spread_sums(values: &Tensor, shape: &Shape, each: usize) -> Result<Tensor> {
+    dispatch!(values.dtype(), "the sums of neighbours", T => with_slice::<T, _>(values, |values| {
+        let mut sums = vec![<T as Element>::Real::default(); shape.elem_count()];
+        add_neighbours(&mut sums, values, each);
+        Ok(tensor::<T>(sums, shape))
+    }))
+}
+
+fn add_neighbours<T: Element>(sums: &mut [T::Real], values: &[T], each: usize) {
+    // Independent sums, so that the compiler can use vectors.
+    const LANES: usize = 32;
+    vectorise!(move || {
+        for values in values.chunks_exact(sums.len() * each) {
+            for (sum, values) in sums.iter_mut().zip(values.chunks_exact(each)) {
+                let (blocks, rest) = values.as_chunks::<LANES>();
+                let mut lanes = [T::Real::default(); LANES];
+                for block in blocks {
+                    lanes.iter_mut().zip(block).for_each(|(lane, value)| *lane += value.widen());
+                }
+                rest.iter().for_each(|value| *sum += value.widen());
+                lanes.iter().for_each(|lane| *sum += *lane);
+            }
+        }
+    });
+}
+
+/// [`column_sums`] on a GPU, in the dtype of the arithmetic.
 pub fn wide_column_sums(device: &CudaDevice, rows: &Tensor, columns: usize) -> Result<Tensor> {
     on_cuda(device, rows, columns, &Shape::from(columns), accumulator(rows.dtype()))
 }

@@ -27,7 +27,12 @@ pub(crate) fn sum(a: &Tensor, b: &Tensor) -> Result<Tensor> {
 
 /// Whether [`values`] takes the two.
 pub(crate) fn is_fast(a: &Tensor, b: &Tensor) -> bool {
-    let alike = a.dims().ends_with(b.dims()) && a.dtype() == b.dtype() && a.device().same_device(b.device());
+    a.dims().ends_with(b.dims()) && takes(a, b)
+}
+
+/// Whether there are loops or kernels for these dtypes and devices.
+pub(crate) fn takes(a: &Tensor, b: &Tensor) -> bool {
+    let alike = a.dtype() == b.dtype() && a.device().same_device(b.device());
     alike && (a.device().is_cpu() && DTYPES.contains(&a.dtype()) || kernels::take(a.device(), a.dtype()))
 }
 
@@ -40,6 +45,27 @@ pub(crate) fn values(a: &Tensor, b: &Tensor) -> Result<(Storage, Shape)> {
         let values = T::to_cpu_storage_owned(added(a_values, b_values));
         Ok((Storage::Cpu(values), a.shape().clone()))
     })))
+}
+
+/// The sum of two contiguous tensors on CPUs, of which each element of the second is added to `each` neighbours of the first. It is repeated for
+/// the others.
+pub(crate) fn with_spread(a: &Tensor, b: &Tensor, each: usize) -> Result<(Storage, Shape)> {
+    dispatch!(a.dtype(), "add", T => with_slice::<T, _>(a, |a_values| with_slice::<T, _>(b, |b_values| {
+        let mut sums = vec![T::from_f64(0.0); a_values.len()];
+        let rows = (BLOCK_ELEMENTS / each).max(1);
+        let blocks = sums.par_chunks_mut(rows * each).zip(a_values.par_chunks(rows * each)).enumerate();
+        blocks.for_each(|(block, (sums, a))| add_spread(sums, a, b_values, (block * rows, each)));
+        Ok((Storage::Cpu(T::to_cpu_storage_owned(sums)), a.shape().clone()))
+    })))
+}
+
+fn add_spread<T: Element>(sums: &mut [T], a: &[T], b: &[T], (first, each): (usize, usize)) {
+    vectorise!(move || {
+        for (row, (sums, a)) in sums.chunks_exact_mut(each).zip(a.chunks_exact(each)).enumerate() {
+            let b = b[(first + row) % b.len()].widen();
+            sums.iter_mut().zip(a).for_each(|(sum, a)| *sum = T::narrow(a.widen() + b));
+        }
+    });
 }
 
 fn on_cuda(device: &CudaDevice, a: &Tensor, b: &Tensor) -> Result<(Storage, Shape)> {

@@ -1,6 +1,7 @@
 //! Attention without the matrix of all weights: it is computed block by block, and the backward pass recomputes the
 //! blocks, as in T. Dao, "FlashAttention-2", 2023.
 use super::autocast::Casts;
+use super::view::contiguous;
 use candle_core::{CpuStorage, Device, Result, Storage, Tensor, WithDType};
 use candle_ddp_tensor::borrow::with_slice;
 use candle_ddp_tensor::function::{Function, apply};
@@ -62,7 +63,7 @@ pub fn scaled_dot_product_attention(q: &Tensor, k: &Tensor, v: &Tensor, options:
     if problem.is_empty() {
         return Tensor::zeros(problem.output_shape(), q.dtype(), q.device());
     }
-    let [q, k, v] = [q.contiguous()?, k.contiguous()?, v.contiguous()?];
+    let [q, k, v] = [contiguous(q)?, contiguous(k)?, contiguous(v)?];
     if q.device().is_cuda() {
         return cudnn::attention([&q, &k, &v], problem);
     }

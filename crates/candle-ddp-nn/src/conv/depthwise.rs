@@ -188,7 +188,8 @@ pub(super) fn backward_filter<T: Element>(geometry: &Geometry, x: &[T], dy: &[T]
 #[inline(always)]
 fn dots<R: Real>(work: &[R], line: &[R], firsts: [usize; TAPS]) -> [R; TAPS] {
     let (line, _) = line.as_chunks::<TAP_LANES>();
-    let [a, b, c, d] = firsts.map(|first| &work[first..][..line.len() * TAP_LANES].as_chunks::<TAP_LANES>().0[..line.len()]);
+    let [a, b, c, d] =
+        firsts.map(|first| &work[first..][..line.len() * TAP_LANES].as_chunks::<TAP_LANES>().0[..line.len()]);
     // Sums in separate variables stay in registers.
     let [mut of_a, mut of_b, mut of_c, mut of_d] = [[R::default(); TAP_LANES]; TAPS];
     for ((((line, a), b), c), d) in line.iter().zip(a).zip(b).zip(c).zip(d) {

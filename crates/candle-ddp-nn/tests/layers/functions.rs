@@ -1,8 +1,10 @@
 //! Activations, embeddings, rotary embeddings and attention, compared with PyTorch and candle.
 use candle_core::{DType, Device, Module, Result, Tensor, Var};
 use candle_ddp_nn::{
-    AttentionOptions, embedding, gelu, gelu_erf, relu, rope, scaled_dot_product_attention, silu, softmax, tanh,
+    AttentionOptions, LayerNorm, Linear, cross_entropy, dropout, embedding, gelu, gelu_erf, relu, rope,
+    scaled_dot_product_attention, silu, softmax, tanh, transpose,
 };
+use candle_ddp_tensor::seed::Generator;
 use candle_ddp_testing::{assert_close, assert_error, floats, layers, tensor};
 use candle_nn::{VarBuilder, VarMap};
 
@@ -37,6 +39,36 @@ fn gradients_of_several_uses_add_up() {
         h.gelu()? + ((candle_nn::ops::softmax(&h, 1)? * &h)? + candle_nn::ops::softmax(&(x + &h)?, 0)?)?
     });
     assert_close(&ours, &candles, 1e-5, "dx");
+}
+
+/// candle would add their gradients to zeros, and in 16 bits one number at a time.
+#[test]
+fn copies_of_views_stay_outside_of_candles_graph() {
+    let x = Var::from_tensor(&tensor(&[2, 3, 4, 4], 1).to_dtype(DType::BF16).unwrap()).unwrap();
+    let weight = Var::from_tensor(&tensor(&[4], 2).to_dtype(DType::BF16).unwrap()).unwrap();
+    let of = |shape: (usize, usize)| Tensor::ones(shape, DType::BF16, &Device::Cpu).unwrap();
+    type Run<'a> = &'a dyn Fn(&Tensor) -> Result<Tensor>;
+    let cases: [(&str, Run); 7] = [
+        ("attention", &|x| scaled_dot_product_attention(x, x, x, AttentionOptions::default())),
+        ("linear", &|x| Linear::new(of((5, 4)), None).forward(x)),
+        ("softmax", &|x| softmax(x, 3)),
+        ("layer_norm", &|x| LayerNorm::new(weight.as_tensor().clone(), weight.as_tensor().clone(), 1e-5).forward(x)),
+        ("dropout", &|x| dropout(x, 0.5, &mut Generator::new(1))),
+        ("cross_entropy", &|x| cross_entropy(x, &Tensor::zeros((2, 4, 4), DType::U32, &Device::Cpu)?)),
+        ("rope", &|x| rope(x, &of((4, 2)), &of((4, 2)))),
+    ];
+    for (name, run) in cases {
+        let views: [Run; 2] = [&|x| transpose(x, 2, 3), &|x| x.transpose(2, 3)];
+        let [ours, candles] = views.map(|view| {
+            let y = run(&view(&relu(&x).unwrap()).unwrap()).unwrap();
+            let gradient = y.sum_all().unwrap().backward().unwrap().get(&x).unwrap().clone();
+            let is_candles =
+                |node: &&&Tensor| node.dtype() == DType::BF16 && !node.is_variable() && node.id() != y.id();
+            (y.sorted_nodes().iter().filter(is_candles).count(), floats(&y), floats(&gradient))
+        });
+        assert_eq!((ours.0, &ours.1, &ours.2), (0, &candles.1, &candles.2), "{name}");
+        assert!(candles.0 > 0, "{name}");
+    }
 }
 
 #[test]

@@ -1,0 +1,37 @@
+//! What candle calculates in 16 bits in the models of the bench `step`.
+#[allow(dead_code, reason = "the bench uses all of it")]
+#[path = "../../benches/step/net/mod.rs"]
+mod net;
+
+use candle_core::{DType, Device, Tensor};
+use candle_ddp::nn::{add, cat};
+use candle_nn::{VarBuilder, VarMap};
+use net::Model;
+
+/// The tensors of 16 bits to whose gradients candle adds, one number at a time. Functions of candle-ddp-nn pass their gradients on outside of
+/// candle's graph, so it has only the arguments of candle's own operations; those of parameters go to DDP.
+fn of_candle(loss: &Tensor) -> Vec<Vec<usize>> {
+    let is_narrow = |dtype| matches!(dtype, DType::F16 | DType::BF16);
+    let nodes = loss.sorted_nodes().into_iter().filter(|node| is_narrow(node.dtype()) && !node.is_variable());
+    nodes.map(|node| node.dims().to_vec()).collect()
+}
+
+#[test]
+fn candle_adds_no_gradients_of_16_bits() {
+    let models =
+        [Model::Mlp, Model::Resnet18, Model::Deeplab, Model::Unet, Model::Gpt, Model::Muon, Model::Lstm, Model::Vit];
+    for model in models {
+        let (varmap, device) = (VarMap::new(), &Device::Cpu);
+        let net = model.build(32, false, None, VarBuilder::from_varmap(&varmap, DType::BF16, device)).unwrap();
+        let batch = model.batch(2, 32, DType::BF16, device).unwrap();
+        let loss = net(&batch.input, &batch.targets).unwrap();
+        assert_eq!(of_candle(&loss), [[0; 0]; 0], "{model:?}");
+    }
+    let x = Tensor::ones((2, 3), DType::BF16, &Device::Cpu).unwrap();
+    let x = candle_core::Var::from_tensor(&x).unwrap();
+    let sum = add(&x, &x).unwrap();
+    // The result itself is one of the tensors.
+    let used = |joined: Tensor| of_candle(&add(&joined, &joined).unwrap());
+    assert_eq!(used(cat(&[&sum, &sum], 0).unwrap()), [[4, 3]]);
+    assert!(used(Tensor::cat(&[&sum, &sum], 0).unwrap()).contains(&vec![2, 3]));
+}
