@@ -66,8 +66,9 @@ LAYERS = {
         ["engine"],
     ],
     ROOT / "crates/candle-ddp-nn/src": [
-        ["activation", "autocast", "dropout", "gemm", "kv_cache", "memory_format", "pool", "resample", "rows"],
-        ["add", "attention", "avg_pool", "checkpoint", "interpolate", "matmul", "max_pool", "rope", "softmax", "view"],
+        ["activation", "autocast", "gemm", "kv_cache", "memory_format", "pool", "resample", "rows"],
+        ["view"],
+        ["add", "attention", "avg_pool", "checkpoint", "dropout", "interpolate", "matmul", "max_pool", "rope", "softmax"],
         [{"linear", "lora"}, "rotary_emb", "row_norm"],
         ["channels", "embedding", "layer_norm", "ops", "rnn"],
         ["cross_entropy", "groups", "normalise"],
