@@ -212,6 +212,11 @@ impl<D: Dataset, T> DataLoader<D, T> {
         self.options.num_batches(self.deal.len_after(places, 0))
     }
 
+    /// The dataset.
+    pub fn dataset(&self) -> &D {
+        &self.dataset
+    }
+
     /// Says on rank 0, whose part is never smaller than another's, that other ranks have no batch: they would only wait in
     /// its collectives, or make it wait.
     pub(super) fn warn_of_no_batch(&self) {
