@@ -140,7 +140,7 @@ impl<F: Element> Workspace<F> {
 }
 
 /// Cuts consecutive pieces of these lengths off.
-fn pieces<'a, T>(mut all: &'a mut [T], lengths: impl Iterator<Item = usize>) -> impl Iterator<Item = &'a mut [T]> {
+fn pieces<T>(mut all: &mut [T], lengths: impl Iterator<Item = usize>) -> impl Iterator<Item = &mut [T]> {
     lengths.map(move |length| all.split_off_mut(..length).unwrap_or_default())
 }
 
