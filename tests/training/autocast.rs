@@ -1,5 +1,6 @@
 //! Mixed precision and autocast learn as PyTorch's autocast does: `scripts/golden_autocast.py`.
 use crate::common::ranks;
+use crate::sixteen_bits::net::block::Block;
 use candle_core::{D, DType, Device, IndexOp, Module, ModuleT, Result as CandleResult, Tensor};
 use candle_ddp::amp::{Autocast, GradScaler, GradScalerOptions};
 use candle_ddp::nn::{
@@ -9,10 +10,6 @@ use candle_ddp::nn::{
 use candle_ddp::optim::{AdamW, ParamsAdamW};
 use candle_ddp::{Buckets, DdpOptions, DistributedDataParallel, Precision, ProcessGroup, ReduceOp, Result};
 use candle_nn::{Conv2dConfig, VarBuilder, VarMap};
-
-#[path = "../../examples/char_gpt/block.rs"]
-mod block;
-use block::Block;
 
 const RANKS: usize = 2;
 

@@ -1,7 +1,7 @@
 //! What candle calculates in 16 bits in the models of the bench `step`.
 #[allow(dead_code, reason = "the bench uses all of it")]
 #[path = "../../benches/step/net/mod.rs"]
-mod net;
+pub(crate) mod net;
 
 use candle_core::{DType, Device, Tensor};
 use candle_ddp::nn::{add, cat};

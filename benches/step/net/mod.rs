@@ -1,6 +1,6 @@
 //! The models, with the layers of this crate.
 #[path = "../../../examples/char_gpt/block.rs"]
-mod block;
+pub(crate) mod block;
 mod deeplab;
 mod encoder;
 mod gpt;

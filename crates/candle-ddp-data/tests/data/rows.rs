@@ -136,7 +136,7 @@ fn a_loader_packs_rows() {
     for (row, packed) in rows.iter().zip(loader.epoch(1)) {
         let (packed, tokens) = (packed.unwrap(), row.iter().flat_map(|index| documents[*index].clone()));
         let tokens: Vec<u32> = tokens.collect();
-        assert_eq!(packed.tokens.to_vec2::<u32>().unwrap(), [tokens.clone()]);
+        assert_eq!(packed.tokens.to_vec2::<u32>().unwrap(), std::slice::from_ref(&tokens));
         // Each token of these documents is its position.
         assert_eq!(packed.positions.to_vec1::<u32>().unwrap(), tokens);
     }

@@ -95,7 +95,7 @@ impl Function for Documents {
         let zeros = qkv.iter().map(|t| Tensor::zeros(t.shape(), dy.dtype(), dy.device()));
         let gradients = zeros.collect::<Result<Vec<_>>>()?;
         for (document, normalisers) in problem.documents.iter().zip(normalisers) {
-            let (alone, [dy]) = (problem.alone(document), Self::parts(&[dy.clone()], document)?);
+            let (alone, [dy]) = (problem.alone(document), Self::parts(std::array::from_ref(dy), document)?);
             let of_document = Attention::of(&alone, &dy)?.backward(&Self::parts(qkv, document)?, normalisers, &dy)?;
             for (gradient, part) in gradients.iter().zip(of_document) {
                 Self::set(gradient, document, part)?;

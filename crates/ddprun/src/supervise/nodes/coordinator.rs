@@ -203,7 +203,7 @@ impl Desk {
                     match &entry {
                         Entry::Failed { reason, code, .. } => self.end = Some((*code, reason.clone())),
                         Entry::Failure(verdict) => {
-                            self.verdicts.add(verdict.clone(), Outcome::Continues, run.restart_count);
+                            self.verdicts.add((**verdict).clone(), Outcome::Continues, run.restart_count);
                         }
                         Entry::Done => self.end = Some((0, "the run has ended well".to_string())),
                         _ => {}
@@ -232,7 +232,7 @@ impl Desk {
                     self.tell(run)?;
                     self.keys.set(VERDICT, &encode(&verdict))?;
                     self.end = Some((verdict.code, verdict.summary()));
-                    self.verdict = Some(verdict);
+                    self.verdict = Some(*verdict);
                 }
             }
         }

@@ -61,7 +61,7 @@ pub(crate) enum Entry {
     /// All end their workers, to restart them.
     Restart { reason: String },
     /// A failure after which the run continues.
-    Failure(Verdict),
+    Failure(Box<Verdict>),
     /// In an elastic run, a process takes the place of one that has ended, and all others continue.
     Replace(Replacement),
     /// In an elastic run, the others continue without the process of this rank, or without the whole node.

@@ -29,7 +29,7 @@ pub(super) enum Action {
     /// Removes the keys that workers of an earlier round have left in the store.
     Clear,
     /// The verdict on the run, which has failed.
-    Conclude(Verdict),
+    Conclude(Box<Verdict>),
 }
 
 #[derive(Debug)]
@@ -331,7 +331,7 @@ impl Run {
             && let Some(verdict) = reports.verdict()
         {
             self.last_failure = Some(verdict.in_short());
-            self.actions.push(Action::Conclude(verdict));
+            self.actions.push(Action::Conclude(Box::new(verdict)));
         }
     }
 
@@ -382,7 +382,7 @@ impl Run {
     /// Records a failure after which the run continues.
     pub(super) fn survive(&mut self, verdict: Verdict) {
         self.last_failure = Some(verdict.in_short());
-        self.actions.push(Action::Write(Entry::Failure(verdict)));
+        self.actions.push(Action::Write(Entry::Failure(Box::new(verdict))));
     }
 
     /// Ends the run. `first` is the node on which a worker has failed.

@@ -63,7 +63,7 @@ impl Fixture {
         let mut actions = self.run.take_actions();
         actions.retain(|action| match action {
             Action::Write(Entry::Failure(verdict)) => {
-                self.survived.push(verdict.clone());
+                self.survived.push((**verdict).clone());
                 false
             }
             _ => true,
@@ -307,7 +307,7 @@ fn a_node_that_is_gone_is_not_waited_for() {
     fixture.tell(0, Message::Report(Some(report.clone())));
     assert_eq!(fixture.actions(), []);
     fixture.tell(2, Message::Gone);
-    assert_eq!(fixture.actions(), [Action::Conclude(report)]);
+    assert_eq!(fixture.actions(), [Action::Conclude(Box::new(report))]);
 }
 
 #[test]
@@ -434,7 +434,7 @@ fn the_nodes_agree_on_the_verdict_on_a_failure_that_the_run_survives() {
     fixture.tell(0, Message::Ended(Some(failed(0, 7))));
     fixture.tell(1, Message::Ended(Some(killed.clone())));
     assert_eq!(fixture.actions(), [Action::Clear, start(1, 1, &[0, 1])]);
-    assert_eq!(std::mem::take(&mut fixture.survived), [killed.clone()]);
+    assert_eq!(std::mem::take(&mut fixture.survived), std::slice::from_ref(&killed));
     assert_eq!(fixture.run.status().last_failure, Some(killed));
     // If no worker has failed by itself, the end of the process is all that is known.
     fixture.fail(0, 8);
@@ -476,7 +476,7 @@ fn late_reports_are_not_waited_for() {
     fixture.now += REPORTS - Duration::from_millis(1);
     assert_eq!(fixture.actions(), []);
     fixture.now += Duration::from_millis(1);
-    assert_eq!(fixture.actions(), [Action::Conclude(report)]);
+    assert_eq!(fixture.actions(), [Action::Conclude(Box::new(report))]);
     assert_eq!(fixture.actions(), []);
 }
 

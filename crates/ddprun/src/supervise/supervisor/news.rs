@@ -55,7 +55,7 @@ impl Supervisor {
                     Phase::Ending(_) | Phase::Killed(_) => self.restarting = true,
                 }
             }
-            News::Entry(Entry::Failure(verdict)) => agent.survive(verdict),
+            News::Entry(Entry::Failure(verdict)) => agent.survive(*verdict),
             News::Entry(Entry::Replace(replacement)) => self.replace(&replacement, agent),
             News::Entry(Entry::ScaleDown { slot, rank, reason }) => {
                 message(reason);
