@@ -38,19 +38,22 @@ DERIVED = re.compile(r": impl(<.*>)? (Clone|Copy|Debug|Default|Eq|Hash|Ord|Parti
 # that is higher than in an earlier commit is an error, unless RAISED says why.
 BUDGETS = {
     "candle_ddp": 478,
-    "candle_ddp_base": 140,
-    "candle_ddp_data": 79,
-    "candle_ddp_nn": 316,
+    "candle_ddp_base": 128,
+    "candle_ddp_data": 82,
+    "candle_ddp_nn": 318,
     "candle_ddp_tensor": 34,
-    "candle_ddp_engine": 69,
+    "candle_ddp_engine": 70,
     "candle_ddp_pickle": 5,
-    "candle_ddp_rendezvous": 74,
+    "candle_ddp_rendezvous": 67,
     "candle_ddp_vision": 80,
-    "candle_ddp_webdataset": 22,
+    "candle_ddp_webdataset": 27,
 }
-# The budgets that have been raised since the commit SINCE, each with its old and new number and the reason: functions of PyTorch that were missing.
+# The budgets that have been raised since the commit SINCE, each with its old and new number and the reason.
 RAISED = [
     ("candle_ddp_nn", 316, 318, "tanh: candle's calculates one number at a time"),
+    ("candle_ddp_data", 79, 82, "packed sequences: pack, Packed and LengthBatches::packed"),
+    ("candle_ddp_engine", 69, 70, "its error holds the base error"),
+    ("candle_ddp_webdataset", 22, 27, "its error is the base error, whose constructors are listed with it"),
 ]
 SINCE = "c30388de"
 VOID = {"meta", "link", "br", "img", "input", "hr", "wbr", "rustdoc-toolbar-item"}

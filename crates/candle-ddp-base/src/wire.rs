@@ -30,7 +30,7 @@ impl Writer {
         self
     }
 
-    /// Writes text with its length in front, cut at [`TEXT_LIMIT`].
+    /// Writes text with its length in front, cut at `TEXT_LIMIT`.
     pub fn text(&mut self, value: &str) -> &mut Self {
         let value = cut(value);
         self.u32(value.len() as u32).bytes(value.as_bytes())

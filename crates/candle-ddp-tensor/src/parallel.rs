@@ -1,5 +1,5 @@
 //! Parallel loops that compile quickly. rayon compiles its jobs and latches again for each closure of `for_each`, which was a third of what the
-//! compiler had to do for the layers; here all loops meet in one function, [`both`]. They are cut, and run, as rayon's are.
+//! compiler had to do for the layers; here all loops meet in one function, `both`. They are cut, and run, as rayon's are.
 use rayon::iter::plumbing::{Producer, ProducerCallback};
 use rayon::prelude::*;
 use std::sync::OnceLock;
