@@ -79,7 +79,7 @@ LAYERS = {
         ["child", "error", "main", "printer", "signal", "tail", "time"],
         ["console", "numa"],
         ["command", "verdict"],
-        ["view"],
+        ["template", "view"],
         ["check"],
         ["supervise"],
     ],

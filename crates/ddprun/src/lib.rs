@@ -22,6 +22,7 @@ mod printer;
 mod signal;
 mod supervise;
 mod tail;
+mod template;
 mod time;
 mod verdict;
 mod view;
@@ -73,6 +74,7 @@ fn run(mut cli: Cli) -> ExitCode {
         Some(Mode::Status { address, no_secret, json }) => view::status(&address, no_secret, json).map(End::done),
         Some(Mode::Check(check)) => check::cli(*check).and_then(|cli| supervise::start(cli, true)),
         Some(Mode::HostStore(options)) => supervise::host_store::serve(*options).map(End::now),
+        Some(Mode::New { path, candle_ddp }) => template::create(&path, candle_ddp.as_deref()).map(End::done),
         Some(Mode::CheckWorker(manner)) => check::work(&manner).map(End::now),
         None => supervise::start(cli, false),
     };

@@ -180,7 +180,7 @@ mod tests {
         for page in &pages {
             let text = std::fs::read_to_string(page).unwrap().replace("\\\n", " ");
             let call = |(at, name): (usize, &str)| {
-                let call = text[at + name.len()..].split(['`', '\n', '#', '|', '"', '\'']).next()?;
+                let call = text[at + name.len()..].split(['`', '\n', '#', '|', '&', '"', '\'']).next()?;
                 // Of cargo, it is the package.
                 let before = text[..at].trim_end();
                 match before.ends_with("-p") || before.ends_with("crates/") {
@@ -206,7 +206,7 @@ mod tests {
         let commands = command.get_subcommands().filter(|command| !command.is_hide_set());
         let known: Vec<&str> = commands.map(clap::Command::get_name).collect();
         assert_eq!(listed, known, "{section}");
-        assert_eq!(known, ["status", "check", "host-store", "explain", "report", "merge-traces"]);
+        assert_eq!(known, ["status", "check", "host-store", "new", "explain", "report", "merge-traces"]);
         // Each says what it does.
         assert!(command.get_subcommands().all(|command| command.get_about().is_some()));
     }

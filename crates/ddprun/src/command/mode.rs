@@ -38,6 +38,16 @@ pub(crate) enum Mode {
     /// options. It ends with the run, and has its exit code. A signal to it ends the run on all nodes.
     HostStore(Box<HostStore>),
 
+    /// Makes a package that trains: a loop with validation and checkpoints, tests on one rank and on two, and a script for Slurm.
+    New {
+        /// Its folder, which must not exist yet, or be empty. Its last part is the package's name.
+        #[arg(value_name = "PATH")]
+        path: PathBuf,
+        /// The sources of candle-ddp. [default: those that this ddprun was built from]
+        #[arg(long, alias = "candle_ddp", value_name = "DIR")]
+        candle_ddp: Option<PathBuf>,
+    },
+
     /// A rank of `check`.
     #[command(name = WORKER, hide = true)]
     CheckWorker(Manner),
