@@ -27,14 +27,16 @@ pub(crate) fn create(path: &Path, candle_ddp: Option<&Path>) -> Result<()> {
         let _ = fs::remove_dir_all(&partial);
         return Err(Error::io(format!("cannot make {}", path.display()), error));
     }
-    message(format_args!(
-        "{path} is a package that trains a small network. Put your model and your data into src/main.rs.\n\
-         \x20 cd {path}\n\
-         \x20 ddprun --nproc-per-node 2 --bin {name}    # trains on two ranks, and continues from ./checkpoints\n\
-         \x20 cargo test --release                   # on one rank and on two\n\
-         \x20 sbatch job.sh                          # on a cluster with Slurm",
-        path = path.display()
-    ));
+    let run = format!("ddprun --nproc-per-node 2 --bin {name}");
+    let next = [
+        (run.as_str(), "trains on two ranks, and continues from ./checkpoints"),
+        ("cargo test --release", "on one rank and on two"),
+        ("sbatch job.sh", "on a cluster with Slurm"),
+    ];
+    let width = next.iter().map(|(command, _)| command.len()).max().unwrap_or_default();
+    let next = next.map(|(command, effect)| format!("  {command:width$}  # {effect}")).join("\n");
+    let what = "is a package that trains a small network: put your model and your data into its src/main.rs";
+    message(format_args!("{path} {what}. In {path}:\n{next}", path = path.display()));
     Ok(())
 }
 
