@@ -59,7 +59,7 @@ pub fn is_shortage(error: &std::io::Error) -> bool {
     matches!(Errno::from_io_error(error), Some(Errno::MFILE | Errno::NFILE | Errno::NOBUFS | Errno::NOMEM))
 }
 
-/// What to do about a shortage.
+/// The remedy for a shortage.
 pub const SHORTAGE_HINT: &str =
     "`ulimit -n` limits the files and connections of a process: raise it, or find out who connects";
 

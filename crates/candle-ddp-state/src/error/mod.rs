@@ -76,7 +76,7 @@ pub enum Error {
     /// Something asked for was not compiled in, or does not exist in this version.
     #[error("{what} is not available: {hint}")]
     Unavailable {
-        /// What was asked for.
+        /// The thing that was asked for.
         what: String,
         /// How to get it.
         hint: String,
