@@ -118,27 +118,32 @@ mod tests {
         assert_eq!(add(&of(&[0, 3], DType::BF16), &of(&[0, 3], DType::BF16)).unwrap().dims(), [0, 3]);
     }
 
+    fn var(shape: &[usize], dtype: DType, start: f64) -> Var {
+        let values: Vec<f64> = (0..shape.iter().product()).map(|i: usize| (i as f64 + start).sin()).collect();
+        let values = Tensor::from_vec(values, shape, &Device::Cpu).unwrap().to_dtype(dtype).unwrap();
+        Var::from_tensor(&values).unwrap()
+    }
+
+    /// The sum of a and b, and the gradients of both in the loss that is the sum of its squares: by this crate, and by candle.
+    fn ours_and_candles(a: &Var, b: &Var) -> [[Vec<f64>; 3]; 2] {
+        [add(a, b).unwrap(), a.broadcast_add(b).unwrap()].map(|sum| {
+            let gradients = (&sum * &sum).unwrap().sum_all().unwrap().backward().unwrap();
+            // candle leaves out some gradients without elements.
+            let of = |var: &Var| gradients.get(var).cloned().unwrap_or(var.zeros_like().unwrap());
+            let flat = |t: &Tensor| t.to_dtype(DType::F64).unwrap().flatten_all().unwrap().to_vec1::<f64>();
+            [sum.clone(), of(a), of(b)].map(|t| flat(&t).unwrap())
+        })
+    }
+
     /// Positions, for example: also single numbers, and tensors without elements. candle sums gradients of 16 bits in 16 bits.
     #[test]
     fn the_last_dimensions_are_added_for_all_others() {
         for (dtype, tolerance) in [(DType::F64, 1e-12), (DType::F32, 1e-6), (DType::F16, 5e-3), (DType::BF16, 4e-2)] {
             for shape in [&[5, 3, 4][..], &[70, 1, 5], &[9, 0, 2], &[0, 3, 2]] {
                 for (skipped, ones) in [(1, 0), (2, 0), (3, 0), (1, 1), (2, 1), (2, 2), (3, 3)] {
-                    let var = |shape: &[usize], start: f64| {
-                        let count = shape.iter().product::<usize>();
-                        let values: Vec<f64> = (0..count).map(|i| (i as f64 + start).sin()).collect();
-                        let values = Tensor::from_vec(values, shape, &Device::Cpu).unwrap().to_dtype(dtype).unwrap();
-                        Var::from_tensor(&values).unwrap()
-                    };
-                    let (a, b) = (var(shape, 0.0), var(&[&[1; 3][..ones], &shape[skipped..]].concat(), 7.0));
-                    let run = |sum: Tensor| {
-                        let gradients = (&sum * &sum).unwrap().sum_all().unwrap().backward().unwrap();
-                        // candle leaves out some gradients without elements.
-                        let of = |var: &Var| gradients.get(var).cloned().unwrap_or(var.zeros_like().unwrap());
-                        let flat = |t: &Tensor| t.to_dtype(DType::F64).unwrap().flatten_all().unwrap().to_vec1::<f64>();
-                        [sum.clone(), of(&a), of(&b)].map(|t| flat(&t).unwrap())
-                    };
-                    let (ours, candles) = (run(add(&a, &b).unwrap()), run(a.broadcast_add(&b).unwrap()));
+                    let of_b = [&[1; 3][..ones], &shape[skipped..]].concat();
+                    let (a, b) = (var(shape, dtype, 0.0), var(&of_b, dtype, 7.0));
+                    let [ours, candles] = ours_and_candles(&a, &b);
                     for (ours, candles) in ours.iter().zip(&candles) {
                         assert_eq!(ours.len(), candles.len());
                         let largest = candles.iter().fold(1.0f64, |largest, value| largest.max(value.abs()));
@@ -164,20 +169,8 @@ mod tests {
                 (&[3, 0], &[3, 1]),
                 (&[0, 4], &[0, 1]),
             ] {
-                let var = |shape: &[usize], start: f64| {
-                    let count = shape.iter().product::<usize>();
-                    let values: Vec<f64> = (0..count).map(|i| (i as f64 + start).sin()).collect();
-                    Var::from_tensor(&Tensor::from_vec(values, shape, &Device::Cpu).unwrap().to_dtype(dtype).unwrap())
-                        .unwrap()
-                };
-                let (a, b) = (var(shape, 0.0), var(of_b, 7.0));
-                let run = |sum: Tensor| {
-                    let gradients = (&sum * &sum).unwrap().sum_all().unwrap().backward().unwrap();
-                    let of = |var: &Var| gradients.get(var).cloned().unwrap_or(var.zeros_like().unwrap());
-                    let flat = |t: &Tensor| t.to_dtype(DType::F64).unwrap().flatten_all().unwrap().to_vec1::<f64>();
-                    [sum.clone(), of(&a), of(&b)].map(|t| flat(&t).unwrap())
-                };
-                let (ours, candles) = (run(add(&a, &b).unwrap()), run(a.broadcast_add(&b).unwrap()));
+                let (a, b) = (var(shape, dtype, 0.0), var(of_b, dtype, 7.0));
+                let [ours, candles] = ours_and_candles(&a, &b);
                 assert_eq!(ours[..2], candles[..2], "{dtype:?} {shape:?} {of_b:?}");
                 let largest = candles[2].iter().fold(1.0f64, |largest, value| largest.max(value.abs()));
                 let differs = ours[2].iter().zip(&candles[2]).any(|(a, b)| (a - b).abs() > tolerance * largest);
