@@ -60,7 +60,7 @@ fn product_of(a: &Tensor, (b, dtype): (&Tensor, DType)) -> Result<Tensor> {
     apply(&[a, b], (storage, shape), factors)
 }
 
-/// The product of two matrices of one dtype on CPUs, without a graph and in the dtype of its sums: that of 16 bits is f32, and not rounded. If
+/// The product of two matrices of one dtype on CPUs, without a graph and in the dtype of its sums. Sums of 16-bit numbers are f32, and stay unrounded. If
 /// it `is_symmetric`, about half of it is calculated.
 ///
 /// # Errors

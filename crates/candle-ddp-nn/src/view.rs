@@ -93,7 +93,7 @@ pub fn cat(tensors: &[&Tensor], dim: impl Dim) -> Result<Tensor> {
     adopt(y, &tensors.iter().collect::<Vec<_>>(), Cat { dim, lengths })
 }
 
-/// `x`, or a contiguous copy of it. candle would add the copy's gradient to zeros, and that of each view before it.
+/// `x`, or a contiguous copy of it. candle would add the gradients of the copy, and of each view before it, to zeros.
 pub(crate) fn contiguous(x: &Tensor) -> Result<Tensor> {
     adopt(argument(x).contiguous()?, &[x], Contiguous)
 }

@@ -6,7 +6,7 @@ use candle_ddp_simd::float16;
 use half::{bf16, f16};
 use std::ops::Neg;
 
-/// The dtype in which sums over a tensor of `dtype` are calculated, also that of an optimizer's state.
+/// The dtype in which sums over a tensor of `dtype` are calculated. An optimizer's state has it, too.
 pub fn accumulator(dtype: DType) -> DType {
     if dtype == DType::F64 { DType::F64 } else { DType::F32 }
 }

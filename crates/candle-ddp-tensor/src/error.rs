@@ -8,7 +8,7 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 /// The reason why a function of this crate, or a layer made of these functions, fails.
 ///
 /// Layers return candle's errors, and this one travels in them unchanged: `From` gives it back. In `candle-ddp`, it becomes
-/// the variant of the same name, and `Base` that of the error in it.
+/// the variant of the same name, and `Base` becomes the variant of the error in it.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {

@@ -18,7 +18,7 @@ pub struct AttentionOptions {
     pub scale: Option<f64>,
     /// Where the documents that share the rows begin, and where the last one ends: the `cu_seq_q` and `cu_seq_k` of PyTorch's
     /// `varlen_attn`. For N documents these are N + 1 numbers of dtype u32, i32 or i64, from 0 to B × T, counted through all rows.
-    /// A query sees the keys of its own document only, with `is_causal` those up to itself. No time and no memory is spent on
+    /// A query sees only the keys of its own document, and with `is_causal` only the keys up to itself. No time and no memory is spent on
     /// other pairs. A document may be empty, but must not cross the end of a row. There must be as many queries as keys, and
     /// no mask. The numbers should be on the CPU, which reads them: each call would wait for a GPU. `None`, the
     /// default: each row is one document.

@@ -142,7 +142,7 @@ pub(super) fn backward_data<T: Element>(geometry: &Geometry, dy: &[T], weight: &
     let (ahead, length) = (plan.ahead(), plan.phase.next_multiple_of(LANES));
     let mut outputs = vec![T::Real::default(); ahead + length];
     let mut sums = vec![T::Real::default(); stride[0] * stride[1] * plan.size.max(length)];
-    // In the order of outputs, and so that of the rows of the kernel is the reverse.
+    // The rows of outputs are taken in order, so the rows of the kernel come in reverse.
     let order =
         || (0..geometry.kernel[0]).rev().flat_map(|y| (0..geometry.kernel[1]).map(move |x| y * geometry.kernel[1] + x));
     let planes = dy.chunks_exact(geometry.output_pixels()).zip(dx.chunks_exact_mut(geometry.input_pixels()));

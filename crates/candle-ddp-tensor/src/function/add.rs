@@ -64,7 +64,7 @@ pub fn added(a: &Tensor, b: &Tensor, sum: (Storage, Shape)) -> Result<Tensor> {
 }
 
 struct Add {
-    /// The shape of b, if it differs from that of a.
+    /// The shape of b, if it differs from the shape of a.
     repeated: Option<Shape>,
     /// How many neighbours in a each element of b is added to.
     each: usize,

@@ -218,7 +218,7 @@ fn save(index: &Index, owner: u64) -> Result<()> {
     let written = PreparedFile::create_over_links(file).and_then(write);
     written.map_err(|error| {
         let hint =
-            "an index is kept beside its shard, or in the folder of TarShards::with_index_folder; choose a folder that may be written";
+            "an index is kept next to its shard, or in the folder of TarShards::with_index_folder; choose a folder that may be written";
         Error::io(hint, io::Error::other(error))
     })
 }
