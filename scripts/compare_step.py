@@ -28,11 +28,13 @@ MODELS = {
     "resnet18": "ResNet-18 (32×32), batch 32",
     "deeplab": "DeepLabv3+ in miniature (64×64), batch 8",
     "unet": "DDPM's U-Net of half its width (32×32), batch 8",
+    "mobilenet": "MobileNetV2 in miniature (64×64), batch 32",
+    "gnn": "Graph network, 4 layers of width 128, 256 nodes, 2048 edges, batch 8",
     "gpt": "GPT, 6 layers of width 384, 256 tokens, batch 8",
     "muon": "GPT, 3 layers of width 384, 256 of 4096 tokens, capped logits, batch 8, Muon",
     "lstm": "LSTM, 2 layers of 650, 35 of 10,000 words, batch 20",
 }
-STEPS = {"mlp": 30, "resnet18": 5, "deeplab": 20, "unet": 5, "gpt": 5, "muon": 5, "lstm": 5}
+STEPS = {"mlp": 30, "resnet18": 5, "deeplab": 20, "unet": 5, "mobilenet": 10, "gnn": 20, "gpt": 5, "muon": 5, "lstm": 5}
 PARTS = ["forward", "backward", "optimizer", "step"]
 # As a share of the backward pass's time.
 COMMUNICATION = 0.8

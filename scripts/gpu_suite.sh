@@ -71,7 +71,7 @@ for line in sys.stdin:
     [ -x "$pack/gpu_suite/bin/$name" ] || { echo "error: cargo built no $name" >&2; exit 1; }
   done
   cp scripts/gpu_suite.sh "$pack/gpu_suite/"
-  cp scripts/compare/{step_pytorch,bandwidth_pytorch,gpt,gpu_trace}.py "$pack/gpu_suite/"
+  cp scripts/compare/{step_pytorch,step_models,bandwidth_pytorch,gpt,gpu_trace}.py "$pack/gpu_suite/"
   cc -O2 -shared -fPIC -I "$CUDA_HOME/include" -o "$pack/gpu_suite/libgpu_trace.so" scripts/compare/gpu_trace.c \
     -L "$CUDA_HOME/lib64" -l:libcupti.so.13
   git rev-parse --short HEAD >"$pack/gpu_suite/commit"

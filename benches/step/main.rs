@@ -32,7 +32,7 @@ struct Options {
     /// The model.
     #[arg(long, value_enum, default_value = "mlp")]
     model: Model,
-    /// Samples per rank and step. [default: 256 for mlp, 32 for resnet18, resnet50 and vit, 20 for lstm, 8 for the others]
+    /// Samples per rank and step. [default: 256 for mlp, 32 for resnet18, resnet50, mobilenet and vit, 20 for lstm, 8 for the others]
     #[arg(long)]
     batch_size: Option<usize>,
     /// The number of measured steps of each mode.

@@ -3,7 +3,9 @@
 pub(crate) mod block;
 mod deeplab;
 mod encoder;
+mod gnn;
 mod gpt;
+mod mobilenet;
 mod unet;
 #[path = "../../../examples/word_lm/model.rs"]
 mod word_lm;
@@ -25,6 +27,8 @@ pub(crate) enum Model {
     Resnet50,
     /// A small DeepLabv3+ for images of 64 × 64: depthwise and dilated convolutions, bilinear upsampling.
     Deeplab,
+    /// MobileNetV2 in miniature for images of 64 × 64: inverted residuals.
+    Mobilenet,
     /// The U-Net of DDPM for images of 32 × 32, with half of its channels.
     Unet,
     /// A GPT of six layers of width 384, for 256 tokens.
@@ -39,6 +43,8 @@ pub(crate) enum Model {
     Muon,
     /// The example `word_lm`: two LSTM layers of 650, for 35 of 10,000 words.
     Lstm,
+    /// A graph network of four layers of width 128, for graphs of 256 nodes and 2048 edges.
+    Gnn,
     /// A vision transformer of the size of ViT-S/16.
     Vit,
     /// An encoder of the size of BERT-base, for 512 of 30,522 tokens.
@@ -52,6 +58,7 @@ impl Model {
             Self::Resnet18 => "resnet18",
             Self::Resnet50 => "resnet50",
             Self::Deeplab => "deeplab",
+            Self::Mobilenet => "mobilenet",
             Self::Unet => "unet",
             Self::Gpt => "gpt",
             Self::Gpt2 => "gpt2",
@@ -59,6 +66,7 @@ impl Model {
             Self::Gpt2Xl => "gpt2-xl",
             Self::Muon => "muon",
             Self::Lstm => "lstm",
+            Self::Gnn => "gnn",
             Self::Vit => "vit",
             Self::Bert => "bert",
         }
@@ -68,7 +76,7 @@ impl Model {
         match self {
             Self::Mlp => 256,
             Self::Lstm => 20,
-            Self::Resnet18 | Self::Resnet50 | Self::Vit => 32,
+            Self::Resnet18 | Self::Resnet50 | Self::Mobilenet | Self::Vit => 32,
             Self::Deeplab
             | Self::Unet
             | Self::Gpt
@@ -76,6 +84,7 @@ impl Model {
             | Self::Gpt2Medium
             | Self::Gpt2Xl
             | Self::Muon
+            | Self::Gnn
             | Self::Bert => 8,
         }
     }
@@ -94,7 +103,8 @@ impl Model {
             Self::Mlp => noise(&[1024]),
             Self::Resnet18 | Self::Unet => noise(&[3, 32, 32]),
             Self::Resnet50 | Self::Vit => noise(&[3, image_size, image_size]),
-            Self::Deeplab => noise(&[3, 64, 64]),
+            Self::Deeplab | Self::Mobilenet => noise(&[3, 64, 64]),
+            Self::Gnn => noise(&[gnn::NODES, gnn::WIDTH]),
             Self::Gpt => tokens(gpt::SMALL.vocabulary, gpt::SMALL.tokens),
             Self::Gpt2 | Self::Gpt2Medium | Self::Gpt2Xl => tokens(gpt::GPT2.vocabulary, gpt::GPT2.tokens),
             Self::Muon => tokens(gpt::CAPPED.vocabulary, gpt::CAPPED.tokens),
@@ -126,6 +136,8 @@ impl Model {
             Self::Resnet18 => resnet18(vb).map(with_loss),
             Self::Resnet50 => resnet50(vb).map(with_loss),
             Self::Deeplab => deeplab::deeplab(vb).map(with_loss),
+            Self::Mobilenet => mobilenet::mobilenet(vb).map(with_loss),
+            Self::Gnn => gnn::gnn(vb).map(with_loss),
             Self::Unet => unet::unet(vb).map(with_loss),
             Self::Gpt => gpt(gpt::SMALL, vb),
             Self::Gpt2 => gpt(gpt::GPT2, vb),
