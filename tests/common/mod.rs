@@ -15,8 +15,8 @@ mod process;
 pub(crate) use between::{Between, failing};
 #[allow(unused_imports)]
 pub(crate) use candle_ddp_testing::{
-    assert_close, assert_error, fill, floats, free_port, new_var, peak_memory, skip, skip_unless, tensor,
-    test_arguments, test_process, values, var,
+    assert_close, assert_error, bits, fill, floats, free_port, gradients, new_var, peak_memory, sine, skip,
+    skip_unless, tensor, test_arguments, test_process, values, var, waves,
 };
 #[allow(unused_imports)]
 pub(crate) use process::{

@@ -1,7 +1,6 @@
 //! Programs with several models, each under DDP on a part of every batch and in one process on the whole batch.
 #![allow(dead_code, clippy::unwrap_used)] // each test file uses only some programs, and a failed test may panic
 use crate::common::{Mlp, fill, floats, tensor, var};
-use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, IndexOp, Module, Tensor, Var};
 use candle_ddp::{Backward, DdpOptions, DistributedDataParallel, ProcessGroup, Result, backward_with};
 use candle_nn::loss::{binary_cross_entropy_with_logit, mse};
@@ -162,9 +161,4 @@ pub(crate) fn plain_autoencoder(world_size: usize) -> Vec<f32> {
         optimizer.backward_step(&mse(&output, &x).unwrap()).unwrap();
     }
     all_floats(&[encoder.vars, decoder.vars].concat())
-}
-
-/// The gradients of `vars`, all of which must have one.
-pub(crate) fn gradients(grads: &GradStore, vars: &[Var]) -> Vec<f32> {
-    vars.iter().flat_map(|var| floats(grads.get(var).expect("a gradient"))).collect()
 }

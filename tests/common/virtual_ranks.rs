@@ -1,6 +1,6 @@
 //! A training run with virtual ranks, and its bits.
 #![allow(dead_code, clippy::unwrap_used)] // each test program uses only some of it, and a failed test may panic
-use crate::common::{floats, of_micro_batch, values, with_virtual_ranks};
+use crate::common::{bits, of_micro_batch, values, with_virtual_ranks};
 use candle_core::{DType, Device, ModuleT, Result as CandleResult, Tensor, Var};
 use candle_ddp::amp::{GradScaler, GradScalerOptions};
 use candle_ddp::checkpoint::StateDict;
@@ -79,10 +79,6 @@ impl Net {
 
 /// The bits of a run.
 pub(crate) type Bits = BTreeMap<String, Vec<u32>>;
-
-pub(crate) fn bits(tensor: &Tensor) -> Vec<u32> {
-    floats(tensor).into_iter().map(f32::to_bits).collect()
-}
 
 fn options(precision: Precision, reduce_dtype: Option<DType>) -> DdpOptions {
     let (bucket_cap_mb, first_bucket_mb, init_seed) = (0.001, 0.0005, Some(3));

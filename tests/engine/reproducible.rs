@@ -1,4 +1,5 @@
 //! Results are bit-identical on all ranks and in all runs.
+use crate::common::bits;
 use crate::engine::Engine;
 use candle_core::{DType, Device, Tensor};
 use candle_ddp::ReduceOp;
@@ -15,11 +16,6 @@ fn random(seed: usize, count: usize) -> Vec<f32> {
 }
 
 /// f32 represents bf16 and f32 exactly.
-fn bits(tensor: &Tensor) -> Vec<u32> {
-    let values: Vec<f32> = tensor.to_dtype(DType::F32).unwrap().to_vec1().unwrap();
-    values.into_iter().map(f32::to_bits).collect()
-}
-
 const COUNT: usize = 40_000;
 
 /// An element's result depends only on its values, not on the size of the message or on its chunk. Here it is the sum

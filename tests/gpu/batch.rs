@@ -94,9 +94,7 @@ fn batches(worker: &Worker, pg: &ProcessGroup) -> String {
 
 #[test]
 fn a_death_in_a_batch_ends_all_others() {
-    if gpus("a_death_in_a_batch_ends_all_others").is_none() {
-        return;
-    }
+    let Some(_) = gpus("a_death_in_a_batch_ends_all_others") else { return };
     let mut ranks = Ranks::start(3, "killed in a batch");
     ranks.await_signs();
     ranks.kill(1);
@@ -117,9 +115,7 @@ fn leave(worker: &Worker, pg: &ProcessGroup) {
 
 #[test]
 fn a_batch_with_a_rank_that_has_left_ends_within_seconds() {
-    if gpus("a_batch_with_a_rank_that_has_left_ends_within_seconds").is_none() {
-        return;
-    }
+    let Some(_) = gpus("a_batch_with_a_rank_that_has_left_ends_within_seconds") else { return };
     let mut ranks = Ranks::start(3, "leave before a batch");
     for report in ranks.reports(&[0, 2]) {
         assert!(report.contains("rank 1 left the group after sequence 1"), "{report}");
@@ -148,9 +144,7 @@ fn late(worker: &Worker, pg: &ProcessGroup) {
 
 #[test]
 fn a_batch_that_does_not_end_names_its_ranks() {
-    if gpus("a_batch_that_does_not_end_names_its_ranks").is_none() {
-        return;
-    }
+    let Some(_) = gpus("a_batch_that_does_not_end_names_its_ranks") else { return };
     let reports = Ranks::start(3, "late for a batch").finish();
     for report in &reports {
         assert!(report.contains("for batch_isend_irecv, sequence 1, timed out after 20s"), "{reports:#?}");

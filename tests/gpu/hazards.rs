@@ -118,9 +118,7 @@ fn seconds(report: &str) -> u64 {
 
 #[test]
 fn communicators_end_together() {
-    if gpus("communicators_end_together").is_none() {
-        return;
-    }
+    let Some(_) = gpus("communicators_end_together") else { return };
     let reports = Ranks::start(2, "abort in flight").finish();
     assert!(reports[0].contains("the test ends it"), "{reports:#?}");
     // Before the time-out of any group.
@@ -129,9 +127,7 @@ fn communicators_end_together() {
 
 #[test]
 fn communicators_end_together_after_a_death() {
-    if gpus("communicators_end_together_after_a_death").is_none() {
-        return;
-    }
+    let Some(_) = gpus("communicators_end_together_after_a_death") else { return };
     let mut ranks = Ranks::start(2, "killed in flight");
     ranks.await_signs();
     ranks.kill(1);
@@ -155,9 +151,7 @@ fn driver_waits(worker: &Worker, pg: &ProcessGroup) {
 
 #[test]
 fn a_death_is_noticed_while_the_driver_waits() {
-    if gpus("a_death_is_noticed_while_the_driver_waits").is_none() {
-        return;
-    }
+    let Some(_) = gpus("a_death_is_noticed_while_the_driver_waits") else { return };
     let mut ranks = Ranks::start_in(2, "driver waits", |_| Some(("EMULATED_GPU_DRIVER_LOCK", "1")));
     ranks.await_signs();
     std::thread::sleep(Duration::from_secs(1));
@@ -190,9 +184,7 @@ fn stuck_aborts(pg: &ProcessGroup) {
 
 #[test]
 fn a_process_that_hangs_in_the_driver_ends_itself() {
-    if !emulated_gpus("a_process_that_hangs_in_the_driver_ends_itself") {
-        return;
-    }
+    let Some(_) = emulated_gpus("a_process_that_hangs_in_the_driver_ends_itself") else { return };
     for output in Ranks::start_in(2, "stuck aborts", |_| Some(("EMULATED_NCCL_STUCK_ABORTS", "1"))).outputs() {
         assert!(output.contains("this process ends itself"), "{output}");
     }
@@ -200,9 +192,7 @@ fn a_process_that_hangs_in_the_driver_ends_itself() {
 
 #[test]
 fn a_message_that_is_not_launched_ends_with_its_group() {
-    if !emulated_gpus("a_message_that_is_not_launched_ends_with_its_group") {
-        return;
-    }
+    let Some(_) = emulated_gpus("a_message_that_is_not_launched_ends_with_its_group") else { return };
     for report in Ranks::start_in(2, "stuck messages", |_| Some(("EMULATED_NCCL_STUCK_MESSAGES", "1"))).finish() {
         assert!(report.contains("the test ends it"), "{report}");
     }
@@ -232,7 +222,7 @@ fn many_pairs(pg: &ProcessGroup) {
 
 #[test]
 fn messages_of_many_pairs_find_room_on_the_gpu() {
-    if emulated_gpus("messages_of_many_pairs_find_room_on_the_gpu") {
+    if emulated_gpus("messages_of_many_pairs_find_room_on_the_gpu").is_some() {
         // NCCL's own limit would hide it.
         Ranks::start_in(2, "many pairs", |_| Some(("NCCL_MAX_CTAS", ""))).finish();
     }
@@ -334,9 +324,7 @@ fn kept_memory(pg: &ProcessGroup) -> u64 {
 
 #[test]
 fn freed_memory_stays_with_the_process_unless_asked_for() {
-    if gpus("freed_memory_stays_with_the_process_unless_asked_for").is_none() {
-        return;
-    }
+    let Some(_) = gpus("freed_memory_stays_with_the_process_unless_asked_for") else { return };
     for (job, keep, expected) in [("memory", "1", true), ("memory", "0", false), ("memory without NCCL", "1", true)] {
         let reports = Ranks::start_in(1, job, |_| Some(("CANDLE_DDP_KEEP_GPU_MEMORY", keep))).finish();
         assert_eq!(reports[0].parse::<u64>().unwrap() >= 64, expected, "{job}, {keep}: {reports:?} MiB");
@@ -437,7 +425,7 @@ fn load_in_between(pg: &ProcessGroup) {
 
 #[test]
 fn kernels_are_loaded_before_the_first_call() {
-    if emulated_gpus("kernels_are_loaded_before_the_first_call") {
+    if emulated_gpus("kernels_are_loaded_before_the_first_call").is_some() {
         Ranks::start_in(2, "load in between", |_| Some(("EMULATED_GPU_LOADS_WAIT", "1"))).finish();
     }
 }
@@ -465,9 +453,7 @@ fn ranks_that_are_threads_of_one_process_are_refused() {
 
 #[test]
 fn blocking_communicators_and_invalid_settings_are_refused() {
-    if gpus("blocking_communicators_and_invalid_settings_are_refused").is_none() {
-        return;
-    }
+    let Some(_) = gpus("blocking_communicators_and_invalid_settings_are_refused") else { return };
     for variable in [("NCCL_COMM_BLOCKING", "1"), ("CANDLE_DDP_ABORT_TIMEOUT", "5 min")] {
         for report in Ranks::start_in(2, "auto", |_| Some(variable)).outputs() {
             assert!(report.contains(variable.0), "{report}");

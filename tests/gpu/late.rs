@@ -63,9 +63,7 @@ fn a_rank_that_is_stopped_for_a_while_goes_unnoticed() {
 
 #[test]
 fn a_rank_that_stays_stopped_ends_the_group() {
-    if gpus("a_rank_that_stays_stopped_ends_the_group").is_none() {
-        return;
-    }
+    let Some(_) = gpus("a_rank_that_stays_stopped_ends_the_group") else { return };
     let mut ranks = Ranks::start(3, "killed");
     ranks.await_signs();
     ranks.signal(1, "STOP");

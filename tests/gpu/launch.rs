@@ -42,13 +42,13 @@ pub(crate) fn gpus(test: &str) -> Option<usize> {
     None
 }
 
-/// Returns whether there is a GPU of `tests/emulated_gpu`, which can inject failures. If not, reports that `test` is skipped.
-pub(crate) fn emulated_gpus(test: &str) -> bool {
-    let found = gpus(test).is_some();
-    if found && !is_emulated() {
+/// The same for the GPUs of `tests/emulated_gpu`, which can inject failures. Others are none.
+pub(crate) fn emulated_gpus(test: &str) -> Option<usize> {
+    let found = gpus(test)?;
+    if !is_emulated() {
         skip(test, "only an emulated GPU can inject failures");
     }
-    found && is_emulated()
+    is_emulated().then_some(found)
 }
 
 /// Whether the GPU is the one of `tests/emulated_gpu`.

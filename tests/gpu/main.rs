@@ -152,40 +152,37 @@ fn finish(test: &str, world_size: usize, job: &str) {
     }
 }
 
-#[test]
-fn collectives_in_a_world_of_one() {
-    collectives(1);
+/// Tests that are the job of so many ranks.
+macro_rules! jobs {
+    ($($test:ident: $world_size:literal, $job:literal)*) => {
+        $(
+            #[test]
+            fn $test() {
+                finish(stringify!($test), $world_size, $job);
+            }
+        )*
+    };
 }
 
-#[test]
-fn collectives_in_a_world_of_two() {
-    collectives(2);
-}
-
-#[test]
-fn collectives_in_a_world_of_three() {
-    collectives(3);
-}
-
-fn collectives(world_size: usize) {
-    if gpus("collectives").is_some() {
-        Ranks::start(world_size, "matrix").finish();
-    }
-}
-
-#[test]
-fn messages_cross_and_do_not_wait_for_collectives() {
-    finish("messages_cross_and_do_not_wait_for_collectives", 2, "messages");
-}
-
-#[test]
-fn dropped_works_are_carried_out() {
-    finish("dropped_works_are_carried_out", 3, "dropped");
-}
-
-#[test]
-fn auto_selects_nccl_if_there_is_a_gpu() {
-    finish("auto_selects_nccl_if_there_is_a_gpu", 2, "auto");
+jobs! {
+    collectives_in_a_world_of_one: 1, "matrix"
+    collectives_in_a_world_of_two: 2, "matrix"
+    collectives_in_a_world_of_three: 3, "matrix"
+    messages_cross_and_do_not_wait_for_collectives: 2, "messages"
+    dropped_works_are_carried_out: 3, "dropped"
+    auto_selects_nccl_if_there_is_a_gpu: 2, "auto"
+    subgroups_are_split_off: 3, "subgroups"
+    a_call_runs_after_candles_previous_work: 2, "first fence"
+    candles_work_after_a_wait_runs_after_the_call: 2, "second fence"
+    gradients_are_read_after_their_all_reduce: 2, "fences of a backward pass"
+    variables_on_other_devices_are_refused_by_name: 2, "elsewhere"
+    blocks_in_another_order_are_refused_by_name: 2, "other blocks"
+    a_weight_that_is_not_there_is_never_read: 2, "freed weight"
+    a_step_of_a_sharded_model_asks_for_little: 2, "sharded step"
+    a_trace_has_the_times_of_the_gpu: 2, "trace"
+    unused_parameters_hang_no_rank: 2, "unused"
+    sync_batch_norm_matches_one_batch_on_the_cpu: 2, "sync batch norm"
+    tensors_of_other_devices_are_refused: 1, "wrong device"
 }
 
 #[test]
@@ -199,9 +196,7 @@ fn ranks_on_one_gpu_are_refused_by_name() {
 
 #[test]
 fn ranks_with_the_same_visible_gpu_are_refused_by_name() {
-    if gpus("ranks_with_the_same_visible_gpu_are_refused_by_name").is_none() {
-        return;
-    }
+    let Some(_) = gpus("ranks_with_the_same_visible_gpu_are_refused_by_name") else { return };
     for report in Ranks::start_without_sharing(2, "auto", Some(("CUDA_VISIBLE_DEVICES", "0"))).outputs() {
         assert!(report.contains("ranks 0 and 1 are both on the GPU 0000:"), "{report}");
     }
@@ -209,20 +204,13 @@ fn ranks_with_the_same_visible_gpu_are_refused_by_name() {
 
 #[test]
 fn versions_of_nccl_that_are_too_old_or_differ_are_refused() {
-    if !emulated_gpus("versions_of_nccl_that_are_too_old_or_differ_are_refused") {
-        return;
-    }
+    let Some(_) = emulated_gpus("versions_of_nccl_that_are_too_old_or_differ_are_refused") else { return };
     for (version, reason) in [("21703", "NCCL 2.17.3"), ("22605", "has 2.26.5")] {
         let variable = |rank| (rank == 1).then_some(("EMULATED_NCCL_VERSION", version));
         for report in Ranks::start_in(2, "auto", variable).outputs() {
             assert!(report.contains(reason), "{report}");
         }
     }
-}
-
-#[test]
-fn subgroups_are_split_off() {
-    finish("subgroups_are_split_off", 3, "subgroups");
 }
 
 /// Groups of ranks 2 and 0, in that order, and of rank 1.
@@ -257,29 +245,12 @@ fn subgroups(pg: &ProcessGroup) -> Result<()> {
     Ok(())
 }
 
-#[test]
-fn a_call_runs_after_candles_previous_work() {
-    finish("a_call_runs_after_candles_previous_work", 2, "first fence");
-}
-
-#[test]
-fn candles_work_after_a_wait_runs_after_the_call() {
-    finish("candles_work_after_a_wait_runs_after_the_call", 2, "second fence");
-}
-
-#[test]
-fn gradients_are_read_after_their_all_reduce() {
-    finish("gradients_are_read_after_their_all_reduce", 2, "fences of a backward pass");
-}
-
 /// Each fence of collectives is left out once, and the checks see it. Those of the loader's copies are not among them: without
 /// them the emulated GPU's results are right by chance.
 #[test]
 fn without_a_fence_results_are_wrong() {
     use left_out::{VARIABLE, Waits};
-    if gpus("without_a_fence_results_are_wrong").is_none() {
-        return;
-    }
+    let Some(_) = gpus("without_a_fence_results_are_wrong") else { return };
     for (world_size, job, waits, message) in [
         (2, "first fence", Waits::Others, "the all-reduce ran before its data was written"),
         (2, "second fence", Waits::Candles, "the result was read before it was complete"),
@@ -298,9 +269,7 @@ fn without_a_fence_results_are_wrong() {
 
 #[test]
 fn ranks_train_like_one_process_with_the_whole_batch() {
-    if gpus("ranks_train_like_one_process_with_the_whole_batch").is_none() {
-        return;
-    }
+    let Some(_) = gpus("ranks_train_like_one_process_with_the_whole_batch") else { return };
     for world_size in [1, 2] {
         training::assert_like_plain_candle(&floats_of(&Ranks::start(world_size, "train").finish()));
     }
@@ -308,9 +277,7 @@ fn ranks_train_like_one_process_with_the_whole_batch() {
 
 #[test]
 fn a_model_on_the_cpu_and_on_a_gpu_trains_like_one_process() {
-    if gpus("a_model_on_the_cpu_and_on_a_gpu_trains_like_one_process").is_none() {
-        return;
-    }
+    let Some(_) = gpus("a_model_on_the_cpu_and_on_a_gpu_trains_like_one_process") else { return };
     for job in ["train on two devices", "train on two devices with a hook"] {
         training::assert_like_plain_candle(&floats_of(&Ranks::start(2, job).finish()));
     }
@@ -318,9 +285,7 @@ fn a_model_on_the_cpu_and_on_a_gpu_trains_like_one_process() {
 
 #[test]
 fn mixed_precision_matches_the_cpu() {
-    if gpus("mixed_precision_matches_the_cpu").is_none() {
-        return;
-    }
+    let Some(_) = gpus("mixed_precision_matches_the_cpu") else { return };
     for (dtype, job) in [(DType::F16, "train in f16"), (DType::BF16, "train in bf16")] {
         training::assert_like_the_cpu(dtype, &floats_of(&Ranks::start(2, job).finish()));
     }
@@ -328,43 +293,11 @@ fn mixed_precision_matches_the_cpu() {
 
 #[test]
 fn hooks_and_averages_match_the_cpu() {
-    if gpus("hooks_and_averages_match_the_cpu").is_none() {
-        return;
-    }
+    let Some(_) = gpus("hooks_and_averages_match_the_cpu") else { return };
     for (tool, tolerance) in toolbox::TOOLS {
         let reports = floats_of(&Ranks::start(2, &format!("tool {tool}")).finish());
         toolbox::assert_like_the_cpu(tool, tolerance, &reports);
     }
-}
-
-#[test]
-fn variables_on_other_devices_are_refused_by_name() {
-    finish("variables_on_other_devices_are_refused_by_name", 2, "elsewhere");
-}
-
-#[test]
-fn blocks_in_another_order_are_refused_by_name() {
-    finish("blocks_in_another_order_are_refused_by_name", 2, "other blocks");
-}
-
-#[test]
-fn a_weight_that_is_not_there_is_never_read() {
-    finish("a_weight_that_is_not_there_is_never_read", 2, "freed weight");
-}
-
-#[test]
-fn a_step_of_a_sharded_model_asks_for_little() {
-    finish("a_step_of_a_sharded_model_asks_for_little", 2, "sharded step");
-}
-
-#[test]
-fn a_trace_has_the_times_of_the_gpu() {
-    finish("a_trace_has_the_times_of_the_gpu", 2, "trace");
-}
-
-#[test]
-fn unused_parameters_hang_no_rank() {
-    finish("unused_parameters_hang_no_rank", 2, "unused");
 }
 
 #[test]
@@ -403,11 +336,6 @@ fn a_convolutional_model_trains_like_on_the_cpu() {
 }
 
 #[test]
-fn sync_batch_norm_matches_one_batch_on_the_cpu() {
-    finish("sync_batch_norm_matches_one_batch_on_the_cpu", 2, "sync batch norm");
-}
-
-#[test]
 fn gradients_are_unscaled_and_overflows_found_on_all_ranks() {
     if gpus("gradients_are_unscaled_and_overflows_found_on_all_ranks").is_some() {
         for world_size in [1, 2] {
@@ -427,9 +355,7 @@ fn sharded_optimizers_match_unsharded_ones() {
 
 #[test]
 fn the_death_of_a_rank_ends_all_others_within_seconds() {
-    if gpus("the_death_of_a_rank_ends_all_others_within_seconds").is_none() {
-        return;
-    }
+    let Some(_) = gpus("the_death_of_a_rank_ends_all_others_within_seconds") else { return };
     // A file notices nothing, but a server does.
     let server = format!("tcp://127.0.0.1:{}", common::free_port()).leak();
     let noticed = "rank 1 ended the group: its process on host ";
@@ -448,9 +374,7 @@ fn the_death_of_a_rank_ends_all_others_within_seconds() {
 
 #[test]
 fn an_asynchronous_error_of_nccl_ends_all_ranks() {
-    if !emulated_gpus("an_asynchronous_error_of_nccl_ends_all_ranks") {
-        return;
-    }
+    let Some(_) = emulated_gpus("an_asynchronous_error_of_nccl_ends_all_ranks") else { return };
     let mut ranks = Ranks::start_in(3, "killed", |rank| (rank == 1).then_some(("EMULATED_NCCL_FAIL_AFTER", "5")));
     let reports = ranks.reports(&[0, 1, 2]);
     for report in &reports {
@@ -464,9 +388,7 @@ fn an_asynchronous_error_of_nccl_ends_all_ranks() {
 /// Such as one of a version that this crate does not know.
 #[test]
 fn an_unknown_error_of_nccl_ends_all_ranks() {
-    if !emulated_gpus("an_unknown_error_of_nccl_ends_all_ranks") {
-        return;
-    }
+    let Some(_) = emulated_gpus("an_unknown_error_of_nccl_ends_all_ranks") else { return };
     let variables = [("EMULATED_NCCL_FAIL_AFTER", "5"), ("EMULATED_NCCL_FAIL_WITH", "77")];
     for report in Ranks::start_in(2, "killed", |rank| variables.into_iter().filter(move |_| rank == 1)).finish() {
         assert!(
@@ -478,9 +400,7 @@ fn an_unknown_error_of_nccl_ends_all_ranks() {
 
 #[test]
 fn messages_with_a_rank_that_has_left_end_within_seconds() {
-    if gpus("messages_with_a_rank_that_has_left_end_within_seconds").is_none() {
-        return;
-    }
+    let Some(_) = gpus("messages_with_a_rank_that_has_left_end_within_seconds") else { return };
     let mut ranks = Ranks::start(3, "leave");
     for report in ranks.reports(&[0, 2]) {
         assert!(report.contains("rank 1 left the group after sequence"), "{report}");
@@ -509,9 +429,7 @@ fn all_reduces(worker: &Worker, pg: &ProcessGroup) -> String {
 
 #[test]
 fn mismatched_calls_are_reported() {
-    if gpus("mismatched_calls_are_reported").is_none() {
-        return;
-    }
+    let Some(_) = gpus("mismatched_calls_are_reported") else { return };
     for report in Ranks::start(2, "desync").finish() {
         assert!(
             report.contains("rank 1 called broadcast(f32[10]) where rank 0 called all_reduce(f32[20])"),
@@ -529,11 +447,6 @@ fn disagree(pg: &ProcessGroup) -> String {
     };
     // The second call matters, because one of NCCL's calls may end without the other side if the data is small.
     work.and_then(|work| work.synchronize()).and_then(|()| pg.barrier()).unwrap_err().to_string()
-}
-
-#[test]
-fn tensors_of_other_devices_are_refused() {
-    finish("tensors_of_other_devices_are_refused", 1, "wrong device");
 }
 
 fn wrong_device(pg: &ProcessGroup) {

@@ -1,6 +1,6 @@
 //! A step in parts: the same bits as in one, and a part before the last bucket is there.
 use crate::common::{Between, filled, floats, tiny};
-use crate::launch::{Ranks, Worker, gpus};
+use crate::launch::Worker;
 use crate::optim::tensor;
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Module, Tensor};
@@ -128,14 +128,10 @@ pub(crate) fn same_bits(pg: &ProcessGroup) -> Result<()> {
 
 #[test]
 fn a_part_of_a_step_comes_before_the_last_bucket() {
-    if gpus("a_part_of_a_step_comes_before_the_last_bucket").is_some() {
-        Ranks::start(2, "early part").finish();
-    }
+    crate::finish("a_part_of_a_step_comes_before_the_last_bucket", 2, "early part");
 }
 
 #[test]
 fn a_step_in_parts_has_the_same_bits() {
-    if gpus("a_step_in_parts_has_the_same_bits").is_some() {
-        Ranks::start(2, "parts").finish();
-    }
+    crate::finish("a_step_in_parts_has_the_same_bits", 2, "parts");
 }

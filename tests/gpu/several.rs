@@ -65,9 +65,7 @@ fn end(pg: &ProcessGroup) {
 /// Since 2.31.2, `ncclCommDestroy` waits for all ranks of its host. One rank aborts its first communicator, after having finalized it.
 #[test]
 fn an_end_that_waits_for_another_rank_holds_up_no_other_communicator() {
-    if !emulated_gpus("an_end_that_waits_for_another_rank_holds_up_no_other_communicator") {
-        return;
-    }
+    let Some(_) = emulated_gpus("an_end_that_waits_for_another_rank_holds_up_no_other_communicator") else { return };
     let variables = |rank| {
         let aborted = (rank == 1).then_some(("EMULATED_NCCL_ABORT_AT_END", "0"));
         [("EMULATED_GPUS", "2"), ("EMULATED_NCCL_VERSION", "23102"), ("NCCL_DEBUG", "INFO")].into_iter().chain(aborted)
@@ -109,7 +107,7 @@ fn first_pass(pg: &ProcessGroup) -> Result<()> {
 
 #[test]
 fn kernels_of_the_first_backward_pass_are_loaded_before_buckets_are_sent() {
-    if emulated_gpus("kernels_of_the_first_backward_pass_are_loaded_before_buckets_are_sent") {
+    if emulated_gpus("kernels_of_the_first_backward_pass_are_loaded_before_buckets_are_sent").is_some() {
         Ranks::start_in(2, "first pass", |_| Some(("EMULATED_GPU_LOADS_WAIT", "1"))).finish();
     }
 }
@@ -124,9 +122,7 @@ fn until_an_error(worker: &Worker) -> String {
 #[test]
 fn broken_links_between_gpus_are_an_error() {
     const TEST: &str = "broken_links_between_gpus_are_an_error";
-    if !emulated_gpus(TEST) {
-        return;
-    }
+    let Some(_) = emulated_gpus(TEST) else { return };
     let broken = |rank| (rank == 1).then_some(("EMULATED_NCCL_CORRUPT", "1"));
     for report in Ranks::start_in(2, "broken links", broken).finish() {
         assert!(
@@ -152,7 +148,7 @@ fn full_pool(pg: &ProcessGroup) -> Result<()> {
 
 #[test]
 fn nccl_gets_memory_that_the_pool_keeps() {
-    if emulated_gpus("nccl_gets_memory_that_the_pool_keeps") {
+    if emulated_gpus("nccl_gets_memory_that_the_pool_keeps").is_some() {
         // 256 MiB, of which the tensor needs 160, and each communicator 64.
         Ranks::start_in(2, "full pool", |_| Some(("EMULATED_GPU_MEMORY", "268435456"))).finish();
     }
@@ -172,9 +168,7 @@ fn few_queues(worker: &Worker, pg: &ProcessGroup) -> String {
 
 #[test]
 fn streams_that_would_share_a_queue_are_refused() {
-    if gpus("streams_that_would_share_a_queue_are_refused").is_none() {
-        return;
-    }
+    let Some(_) = gpus("streams_that_would_share_a_queue_are_refused") else { return };
     for report in Ranks::start_in(2, "few queues", |_| Some(("CUDA_DEVICE_MAX_CONNECTIONS", "1"))).finish() {
         let named =
             |error: &str| error.contains("CUDA_DEVICE_MAX_CONNECTIONS") && error.contains("unset it, or set 32");
@@ -199,9 +193,7 @@ fn collectives_have_the_highest_priority() {
 
 #[test]
 fn nccl_gets_its_options() {
-    if !emulated_gpus("nccl_gets_its_options") {
-        return;
-    }
+    let Some(_) = emulated_gpus("nccl_gets_its_options") else { return };
     // A limit in the environment would count more.
     let version =
         |version| move |_| [("EMULATED_NCCL_VERSION", version), ("NCCL_DEBUG", "INFO"), ("NCCL_MAX_CTAS", "")];
@@ -218,9 +210,7 @@ fn nccl_gets_its_options() {
 
 #[test]
 fn gpus_of_several_kinds_are_a_warning_and_instances_of_one_an_error() {
-    if !emulated_gpus("gpus_of_several_kinds_are_a_warning_and_instances_of_one_an_error") {
-        return;
-    }
+    let Some(_) = emulated_gpus("gpus_of_several_kinds_are_a_warning_and_instances_of_one_an_error") else { return };
     let start = |variable| Ranks::start_with(2, "auto", false, move |_| [("EMULATED_GPUS", "2"), variable]);
     let outputs = start(("EMULATED_GPU_NAMES", "A100,H100")).finish_with_outputs();
     assert!(outputs[0].contains("rank 0 has a GPU A100, rank 1 a GPU H100"), "{outputs:?}");

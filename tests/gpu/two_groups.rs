@@ -112,9 +112,7 @@ fn wait_in(job: &str, pg: &ProcessGroup) -> Result<()> {
 
 #[test]
 fn ranks_that_wait_for_each_other_in_two_groups_hear_of_it() {
-    if gpus("ranks_that_wait_for_each_other_in_two_groups_hear_of_it").is_none() {
-        return;
-    }
+    let Some(_) = gpus("ranks_that_wait_for_each_other_in_two_groups_hear_of_it") else { return };
     for (job, text) in WAYS {
         let reports = Ranks::start(2, job).finish();
         assert!(reports.iter().all(|report| report.contains(text)), "{job}: {reports:#?}");

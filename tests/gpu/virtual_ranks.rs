@@ -64,9 +64,7 @@ pub(crate) fn train(pg: &ProcessGroup, is_sharded: bool) -> Result<Vec<f32>> {
 
 #[test]
 fn a_run_has_the_same_bits_on_any_number_of_ranks() {
-    if gpus("a_run_has_the_same_bits_on_any_number_of_ranks").is_none() {
-        return;
-    }
+    let Some(_) = gpus("a_run_has_the_same_bits_on_any_number_of_ranks") else { return };
     let one = floats_of(&Ranks::start(1, "virtual ranks").finish()).remove(0);
     assert!(one.len() > 3 * 100 && one.iter().all(|value| value.is_finite()));
     for (world_size, job) in [(2, "virtual ranks"), (3, "virtual ranks"), (2, "virtual ranks with shards")] {
@@ -81,9 +79,7 @@ fn a_run_has_the_same_bits_on_any_number_of_ranks() {
 #[test]
 #[cfg(feature = "cudnn")]
 fn sums_in_any_order_are_refused() {
-    if gpus("sums_in_any_order_are_refused").is_none() {
-        return;
-    }
+    let Some(_) = gpus("sums_in_any_order_are_refused") else { return };
     let variable = |_| Some(("CANDLE_DDP_CUDNN_ATTENTION", "fast"));
     for error in Ranks::start_in(2, "virtual ranks in any order", variable).finish() {
         assert!(

@@ -28,7 +28,6 @@ use candle_ddp::nn::{
     AttentionOptions, AvgPool2dOptions, BatchNorm, Conv2d, Embedding, Linear, MaxPool2dOptions, add, avg_pool2d,
     cross_entropy, max_pool2d, relu, scaled_dot_product_attention, scaled_dot_product_attention_qkvpacked, softmax,
 };
-use candle_ddp_testing::layers;
 use candle_nn::Conv2dConfig;
 use common::{assert_close, floats, new_var, skip_unless, tensor};
 
@@ -54,55 +53,7 @@ fn assert_like_the_cpu<R: AsRef<[Vec<f32>]>>(gpu: &Device, run: impl Fn(&Device)
     }
 }
 
-/// Tests of `layers` with the same names.
-macro_rules! on_gpu {
-    ($($test:ident)*) => {
-        $(
-            #[test]
-            fn $test() {
-                on_gpu(stringify!($test), layers::$test);
-            }
-        )*
-    };
-}
-
-on_gpu! {
-    linear_matches_pytorch
-    convolutions_match_pytorch
-    batch_norm_matches_pytorch
-    group_norm_matches_pytorch
-    instance_norm_matches_pytorch
-    max_pool2d_matches_pytorch
-    avg_pool2d_matches_pytorch
-    adaptive_avg_pool2d_matches_pytorch
-    interpolate_matches_pytorch
-    nan_is_the_maximum
-    activations_match_pytorch
-    tanh_takes_the_place_of_candles
-    embedding_matches_pytorch
-    attention_matches_pytorch
-    softmax_matches_pytorch
-    cross_entropy_matches_pytorch
-    ctc_loss_matches_pytorch
-    heads_match_linear_and_cross_entropy
-    large_heads_match_linear_and_cross_entropy
-    heads_may_be_frozen
-    small_gradients_survive_in_f16
-    heads_without_samples
-    layer_norm_matches_pytorch
-    rms_norm_matches_pytorch
-    add_norm_is_add_and_norm
-    embedding_adds_in_f32
-    embeddings_of_any_size
-    rope_takes_the_place_of_candles
-    large_logits_stay_finite
-    without_samples_the_mean_is_nan
-    gradients_have_the_mask_of_the_forward_pass
-    masks_are_the_generators_numbers
-    views_are_candles
-    products_match_the_definition
-    recurrent_layers_match_pytorch
-}
+candle_ddp_testing::layer_tests!(on_gpu);
 
 /// The numbers are close to each other, and far from zero, except for the first of each plane or of the batch.
 #[test]

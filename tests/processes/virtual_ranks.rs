@@ -2,9 +2,9 @@
 //! die and come back, and for any number of threads.
 //!
 //! The processes are this test binary itself.
-use crate::common::{fill, floats, of_micro_batch, succeed, tensor, test_arguments, test_process};
+use crate::common::{bits, fill, floats, of_micro_batch, succeed, tensor, test_arguments, test_process};
 use crate::elastic_ranks::{Run, append, event, folder, result, run_with};
-use crate::virtual_run::{self, Bits, bits};
+use crate::virtual_run::{self, Bits};
 use candle_core::{DType, Device, Module, ModuleT, Result as CandleResult, Tensor, Var};
 use candle_ddp::checkpoint::{Parts, StateDict};
 use candle_ddp::data::{DataLoader, LoaderOptions, LoaderState, TensorDataset};

@@ -1,5 +1,5 @@
 //! Clipping where ranks have different gradients, or none.
-use crate::common::{floats, ranks, tensor};
+use crate::common::{floats, gradients, ranks, tensor};
 use candle_core::backprop::GradStore;
 use candle_core::{Module, Tensor, Var};
 use candle_ddp::nn::{Linear, linear};
@@ -42,10 +42,6 @@ fn backward(ddp: &Ddp, step: u64) -> Result<GradStore> {
 fn of(ddp: &Ddp, layer: &str) -> Vec<Var> {
     let all = ddp.named_parameters().into_iter().filter(|(name, _)| name.starts_with(layer));
     all.map(|(_, var)| var).collect()
-}
-
-fn gradients(grads: &GradStore, vars: &[Var]) -> Vec<f32> {
-    vars.iter().flat_map(|var| floats(grads.get(var).unwrap())).collect()
 }
 
 fn norm(values: &[f32], norm_type: NormType) -> f64 {

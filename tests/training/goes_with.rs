@@ -1,6 +1,6 @@
 //! All pairs of features, as `docs/combining.md` lists them: a pair trains like one process that has the whole batch, also after it has been
 //! saved and loaded by another number of ranks, or it is the page's error on every rank.
-use crate::common::{of_micro_batch, with_virtual_ranks};
+use crate::common::{of_micro_batch, waves, with_virtual_ranks};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor, Var};
 use candle_ddp::amp::{GradScaler, GradScalerOptions};
@@ -198,8 +198,7 @@ impl Net {
 }
 
 fn rows(step: usize, ranges: &[Range<usize>]) -> candle_core::Result<Tensor> {
-    let value = |index: usize| ((index * 37 + step * 11) as f64 * 0.1).sin();
-    let all = Tensor::from_vec((0..3 * ROWS).map(value).collect(), (ROWS, 3), &Device::Cpu)?;
+    let all = waves(&[ROWS, 3], step * 11);
     let parts =
         ranges.iter().map(|range| all.narrow(0, range.start, range.len())).collect::<candle_core::Result<Vec<_>>>()?;
     Tensor::cat(&parts, 0)

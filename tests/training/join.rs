@@ -1,5 +1,5 @@
 //! Ranks with different numbers of batches: `join` trains the same weights as one process that sees the same batches.
-use crate::common::{assert_close, assert_error, floats, ranks, sharding, tensor, tiny, try_ranks};
+use crate::common::{assert_close, assert_error, floats, ranks, sharding, sine, tensor, tiny, try_ranks};
 use candle_core::{DType, Device, Module, Tensor, Var};
 use candle_ddp::amp::{GradScaler, GradScalerOptions};
 use candle_ddp::comm_hook::{AllReduce, PowerSgd, PowerSgdOptions};
@@ -37,11 +37,6 @@ impl Module for Net {
 }
 
 type Ddp = DistributedDataParallel<Net>;
-
-fn sine(shape: &[usize], seed: usize) -> Tensor {
-    let values: Vec<f64> = (0..shape.iter().product()).map(|index| (1.7 * index as f64 + seed as f64).sin()).collect();
-    Tensor::from_vec(values, shape, &Device::Cpu).unwrap()
-}
 
 fn batch(rank: usize, step: usize) -> (Tensor, Tensor) {
     (sine(&[6, 3], 10 * rank + step), sine(&[6, 2], 100 + 10 * rank + step))

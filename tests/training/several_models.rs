@@ -1,8 +1,7 @@
 //! Several DDP models in one graph.
-use crate::common::{Mlp, assert_close, assert_error, fill, floats, ranks, tensor, tiny, var};
+use crate::common::{Mlp, assert_close, assert_error, fill, floats, gradients, ranks, tensor, tiny, var};
 use crate::programs::{
-    Ddp, all_floats, autoencoder, distillation, gan, gradients, mlp, plain_autoencoder, plain_distillation, plain_gan,
-    wrap,
+    Ddp, all_floats, autoencoder, distillation, gan, mlp, plain_autoencoder, plain_distillation, plain_gan, wrap,
 };
 use candle_core::{DType, Module, Tensor, Var};
 use candle_ddp::{Backward, DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result, backward_with};

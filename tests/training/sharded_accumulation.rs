@@ -1,5 +1,5 @@
 //! Under sharding, passes under `no_sync` send their gradients, and each rank adds up its parts.
-use crate::common::ranks;
+use crate::common::{ranks, waves};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor};
 use candle_ddp::amp::{GradScaler, GradScalerOptions};
@@ -42,13 +42,12 @@ impl Net {
 
 type Ddp = DistributedDataParallel<Net>;
 
-fn batch(rank: usize, pass: usize) -> candle_core::Result<Tensor> {
-    let value = |index: usize| ((index * 37 + pass * 11 + rank * 5) as f64 * 0.1).sin();
-    Tensor::from_vec((0..12).map(value).collect(), (4, 3), &Device::Cpu)
+fn batch(rank: usize, pass: usize) -> Tensor {
+    waves(&[4, 3], pass * 11 + rank * 5)
 }
 
 fn loss(ddp: &Ddp, pass: usize, has_extra: bool) -> Result<Tensor> {
-    let x = ddp.cast_forward_inputs(&batch(ddp.process_group().rank(), pass)?)?;
+    let x = ddp.cast_forward_inputs(&batch(ddp.process_group().rank(), pass))?;
     Ok(ddp.call(|net| net.forward(&x, has_extra))?.to_dtype(DType::F64)?.sqr()?.mean_all()?)
 }
 
@@ -76,7 +75,7 @@ fn made(pg: &ProcessGroup, options: DdpOptions) -> Result<(Ddp, AdamW)> {
 
 /// Returns the outputs of the model for other inputs.
 fn output(ddp: &Ddp) -> Result<Vec<f64>> {
-    let x = ddp.cast_forward_inputs(&batch(9, 99)?)?;
+    let x = ddp.cast_forward_inputs(&batch(9, 99))?;
     let y = no_grad(|| ddp.call(|net| net.forward(&x, true)))?;
     Ok(y.to_dtype(DType::F64)?.flatten_all()?.to_vec1()?)
 }

@@ -1,5 +1,5 @@
 //! A head that is trained first, then everything: the optimizer keeps its state, and the losses are PyTorch's.
-use crate::common::{Mlp, assert_error, ranks, sharding, tensor};
+use crate::common::{Mlp, assert_error, ranks, sharding, sine, tensor};
 use candle_core::{DType, Device, IndexOp, Tensor, Var};
 use candle_ddp::checkpoint::{self, Checkpointer, CheckpointerOptions, StateDict};
 use candle_ddp::optim::{
@@ -18,11 +18,6 @@ fn net(vb: VarBuilder) -> candle_core::Result<Mlp> {
 }
 
 type Ddp = DistributedDataParallel<Mlp>;
-
-fn sine(shape: &[usize], seed: usize) -> Tensor {
-    let values: Vec<f64> = (0..shape.iter().product()).map(|index| (1.7 * index as f64 + seed as f64).sin()).collect();
-    Tensor::from_vec(values, shape, &Device::Cpu).unwrap()
-}
 
 fn losses_of_pytorch() -> Vec<f64> {
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/freezing.json");

@@ -1,6 +1,6 @@
 //! New running statistics for averaged weights: those of one process that has all batches.
-use crate::common::ranks;
-use candle_core::{DType, Device, ModuleT, Result, Tensor};
+use crate::common::{ranks, waves};
+use candle_core::{DType, ModuleT, Result, Tensor};
 use candle_ddp::nn::{BatchNorm, Linear, batch_norm, linear, sync_batch_norm};
 use candle_ddp::optim::{Ema, Optimizer, ParamsSgd, ZeroRedundancyOptimizer, update_bn};
 use candle_ddp::{Block, DdpOptions, DistributedDataParallel, Error, Precision, ProcessGroup, Sharding, block};
@@ -39,8 +39,7 @@ fn wrap(pg: &ProcessGroup, sharding: Sharding, synchronised: bool) -> candle_ddp
 }
 
 fn batch(number: usize) -> Tensor {
-    let value = |index: usize| ((index * 37 + number * 11) as f64 * 0.1).sin() * (1 + number % 4) as f64;
-    Tensor::from_vec((0..5 * WIDTH).map(value).collect(), (5, WIDTH), &Device::Cpu).unwrap()
+    (waves(&[5, WIDTH], number * 11) * (1 + number % 4) as f64).unwrap()
 }
 
 /// The batches of a rank: every so many.

@@ -1,7 +1,7 @@
 //! Muon under ZeRO, where each matrix belongs to one rank, next to Muon on all ranks.
-use crate::common::{assert_close, filled, floats, ranks, sharding, tensor, var};
+use crate::common::{self, assert_close, filled, floats, ranks, sharding, tensor, var};
+use candle_core::Tensor;
 use candle_core::backprop::GradStore;
-use candle_core::{DType, Tensor};
 use candle_ddp::checkpoint::StateDict;
 use candle_ddp::optim::{Muon, MuonGroup, Optimizer, ParamsAdamW, ParamsMuon};
 use candle_ddp::{Buckets, DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result, Unused};
@@ -15,8 +15,7 @@ type Dict = HashMap<String, Tensor>;
 type Bits = BTreeMap<String, Vec<u32>>;
 
 fn bits<'a>(tensors: impl IntoIterator<Item = (&'a String, &'a Tensor)>) -> Bits {
-    let bits = |tensor: &Tensor| floats(&tensor.to_dtype(DType::F32).unwrap()).into_iter().map(f32::to_bits).collect();
-    tensors.into_iter().map(|(name, tensor)| (name.clone(), bits(tensor))).collect()
+    tensors.into_iter().map(|(name, tensor)| (name.clone(), common::bits(tensor))).collect()
 }
 
 /// Matrices that no number of ranks divides, an embedding, a bias, and a matrix that only some passes use.

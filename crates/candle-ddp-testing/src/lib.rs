@@ -25,4 +25,4 @@ pub use process::{test_arguments, test_process};
 pub use random::Random;
 pub use skip::{skip, skip_unless};
 #[cfg(feature = "candle")]
-pub use tensors::{assert_close, fill, floats, new_var, tensor, values, var};
+pub use tensors::{assert_close, bits, fill, floats, gradients, new_var, sine, tensor, values, var, waves};

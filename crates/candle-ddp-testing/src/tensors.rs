@@ -1,4 +1,5 @@
 //! Values, tensors and variables.
+use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::VarMap;
 
@@ -33,6 +34,28 @@ pub fn fill(varmap: &VarMap, seed: u64) {
 /// Returns the elements in f32, whatever the dtype and the shape are.
 pub fn floats(tensor: &Tensor) -> Vec<f32> {
     tensor.to_dtype(DType::F32).unwrap().flatten_all().unwrap().to_vec1().unwrap()
+}
+
+/// Returns the bits of the elements in f32.
+pub fn bits(tensor: &Tensor) -> Vec<u32> {
+    floats(tensor).into_iter().map(f32::to_bits).collect()
+}
+
+/// Returns a tensor of f64 with the sines of other angles for every seed.
+pub fn sine(shape: &[usize], seed: usize) -> Tensor {
+    let value = |index: usize| (1.7 * index as f64 + seed as f64).sin();
+    Tensor::from_vec((0..shape.iter().product()).map(value).collect::<Vec<f64>>(), shape, &Device::Cpu).unwrap()
+}
+
+/// Returns a tensor of f64 whose element i is sin((37 i + from) / 10), so that neighbours differ.
+pub fn waves(shape: &[usize], from: usize) -> Tensor {
+    let value = |index: usize| ((index * 37 + from) as f64 * 0.1).sin();
+    Tensor::from_vec((0..shape.iter().product()).map(value).collect::<Vec<f64>>(), shape, &Device::Cpu).unwrap()
+}
+
+/// Returns the gradients of `vars`, all of which must have one.
+pub fn gradients(grads: &GradStore, vars: &[Var]) -> Vec<f32> {
+    vars.iter().flat_map(|var| floats(grads.get(var).expect("a gradient"))).collect()
 }
 
 /// Returns a variable with the values of [`tensor`].

@@ -1,7 +1,7 @@
 //! The same bits as two calls, with every optimizer.
 use super::{Counting, Ddp, adamw, loss, tiny, wrap};
-use crate::common::{filled, floats, ranks, tensor};
-use candle_core::{DType, Module, Tensor, Var};
+use crate::common::{self, filled, ranks, tensor};
+use candle_core::{DType, Module, Var};
 use candle_ddp::comm_hook::AllReduce;
 use candle_ddp::optim::*;
 use candle_ddp::{
@@ -20,9 +20,10 @@ type New<'a> = dyn Fn(&Ddp) -> Result<Box<dyn Optimizer>> + Sync + 'a;
 /// All variables of the model, and the state of the optimizer.
 fn bits(varmap: &VarMap, optimizer: &dyn Optimizer) -> Result<Bits> {
     let vars = varmap.data().lock().unwrap().clone();
-    let of = |tensor: &Tensor| floats(tensor).into_iter().map(f32::to_bits).collect();
-    let model = vars.iter().map(|(name, var)| (name.clone(), of(var)));
-    Ok(model.chain(optimizer.state_dict()?.iter().map(|(key, state)| (format!("state of {key}"), of(state)))).collect())
+    let model = vars.iter().map(|(name, var)| (name.clone(), common::bits(var)));
+    Ok(model
+        .chain(optimizer.state_dict()?.iter().map(|(key, state)| (format!("state of {key}"), common::bits(state))))
+        .collect())
 }
 
 /// Trains with two calls, or with one on the ranks for which `in_one` says so. Returns the bits, and what the calls were.

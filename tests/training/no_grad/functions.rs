@@ -1,6 +1,5 @@
 //! No function of `nn` makes a graph under `no_grad`, and all compute the same there.
-use super::bits;
-use crate::common::tensor;
+use crate::common::{bits, tensor};
 use candle_core::{DType, Device, IndexOp, Result, Tensor, Var};
 use candle_ddp::nn::attention::{AttnMask, flash_attn};
 use candle_ddp::nn::kv_cache::{ConcatKvCache, KvCache, RotatingKvCache};

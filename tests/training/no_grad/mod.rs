@@ -3,7 +3,7 @@ mod functions;
 mod module;
 mod passes;
 
-use crate::common::{fill, tensor};
+use crate::common::{bits, fill, tensor};
 use candle_core::{DType, ModuleT, Tensor};
 use candle_ddp::nn::{self, Dropout, is_grad_enabled};
 use candle_ddp::optim::{Optimizer, ParamsSgd, Sgd};
@@ -70,10 +70,6 @@ fn wrap<M>(
 
 fn images(seed: usize) -> Tensor {
     tensor(&[2, 2, 4, 4], seed as u64)
-}
-
-fn bits(tensor: &Tensor) -> Vec<u32> {
-    crate::common::floats(tensor).into_iter().map(f32::to_bits).collect()
 }
 
 /// Trains in turns with evaluations, each of which sees the last step, and has the bits of a pass outside of `no_grad`.

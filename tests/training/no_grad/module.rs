@@ -1,6 +1,6 @@
 //! A model's own methods, the model itself, and the second model for `no_grad`.
-use super::{bits, images, ours, wrap};
-use crate::common::{assert_error, fill, ranks, tensor, var};
+use super::{images, ours, wrap};
+use crate::common::{assert_error, bits, fill, ranks, tensor, var};
 use candle_core::{Module, ModuleT, Tensor};
 use candle_ddp::nn::no_grad;
 use candle_ddp::optim::{Optimizer, ParamsSgd, Sgd};

@@ -1,6 +1,6 @@
 //! Backward passes, and evaluations between them.
-use super::{Build, bits, candles, images, ours, wrap};
-use crate::common::{assert_error, of_micro_batch, ranks, tensor, var, with_virtual_ranks};
+use super::{Build, candles, images, ours, wrap};
+use crate::common::{assert_error, bits, of_micro_batch, ranks, tensor, var, with_virtual_ranks};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Module, ModuleT, Tensor, Var};
 use candle_ddp::data_parallel::DataParallel;

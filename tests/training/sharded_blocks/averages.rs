@@ -1,7 +1,7 @@
 //! Averages of sharded models have the values of one process that has the whole batch, and are saved.
 use super::{Ddp, Optim, made, sharded};
-use crate::common::ranks;
-use candle_core::{DType, Device, Tensor};
+use crate::common::{ranks, waves};
+use candle_core::{DType, Tensor};
 use candle_ddp::checkpoint::{self, Checkpointer, CheckpointerOptions, StateDict};
 use candle_ddp::optim::{Ema, Optimizer, PeriodicModelAverager};
 use candle_ddp::{DdpOptions, Error, Precision, ProcessGroup, Result, Sharding};
@@ -19,8 +19,7 @@ fn model(pg: &ProcessGroup, varmap: &VarMap, sharding: Sharding) -> Result<(Ddp,
 /// A step with this rank's part of a batch.
 fn step(ddp: &Ddp, optimizer: &mut Optim, number: u64) -> Result<()> {
     let (rank, ranks) = (ddp.process_group().rank(), ddp.process_group().world_size());
-    let values = (0..36).map(|index| ((index * 37 + number * 11) as f64 * 0.1).sin()).collect();
-    let batch = Tensor::from_vec(values, (12, 3), &Device::Cpu)?.narrow(0, rank * 12 / ranks, 12 / ranks)?;
+    let batch = waves(&[12, 3], number as usize * 11).narrow(0, rank * 12 / ranks, 12 / ranks)?;
     optimizer.step(&ddp.backward(&ddp.forward(&batch)?.sqr()?.mean_all()?)?)
 }
 

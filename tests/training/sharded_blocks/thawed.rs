@@ -1,6 +1,7 @@
 //! A head that is trained first, then everything: the head keeps its moments, however the model is spread over the ranks.
 use super::averages::{Values, assert_same, whole};
 use super::*;
+use crate::common::waves;
 use candle_ddp::optim::ParameterGroup;
 use std::path::Path;
 
@@ -39,8 +40,7 @@ fn group(ddp: &Ddp, is_head: bool) -> ParameterGroup<ParamsAdamW> {
 fn train_for(optimizer: &mut AdamW, ddp: &Ddp, steps: std::ops::Range<u64>) -> candle_ddp::Result<()> {
     for number in steps {
         let (rank, ranks) = (ddp.process_group().rank(), ddp.process_group().world_size());
-        let values = (0..36).map(|index| ((index * 37 + number * 11) as f64 * 0.1).sin()).collect();
-        let batch = Tensor::from_vec(values, (12, 3), &Device::Cpu)?.narrow(0, rank * 12 / ranks, 12 / ranks)?;
+        let batch = waves(&[12, 3], number as usize * 11).narrow(0, rank * 12 / ranks, 12 / ranks)?;
         optimizer.step(&ddp.backward(&ddp.forward(&batch)?.sqr()?.mean_all()?)?)?;
     }
     Ok(())

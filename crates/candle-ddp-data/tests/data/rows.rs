@@ -1,38 +1,7 @@
 //! Rows of several samples: full, the same on any number of ranks, and runs that resume in them.
-use candle_core::Device;
-use candle_ddp_data::{DataLoader, LengthBatches, LoaderGroup, LoaderOptions, LoaderState, pack};
+use crate::ranks::{alone, spawn};
+use candle_ddp_data::{DataLoader, LengthBatches, LoaderOptions, LoaderState, pack};
 use candle_ddp_state::{Error, Result};
-use std::ops::Range;
-
-/// One of several ranks, which trusts the others.
-struct Rank(usize, usize);
-
-impl LoaderGroup for Rank {
-    fn rank(&self) -> usize {
-        self.0
-    }
-
-    fn world_size(&self) -> usize {
-        self.1
-    }
-
-    fn device(&self) -> &Device {
-        &Device::Cpu
-    }
-
-    fn virtual_ranks(&self) -> Option<usize> {
-        None
-    }
-
-    fn micro_batches(&self) -> Option<Range<usize>> {
-        None
-    }
-
-    fn compare_loaders(&self, description: std::result::Result<String, &Error>) -> Result<Option<(usize, String)>> {
-        assert!(description.is_ok(), "{description:?}");
-        Ok(None)
-    }
-}
 
 /// Lengths from 3 to 300, most of them short.
 fn lengths() -> Vec<usize> {
@@ -43,17 +12,15 @@ type Rows = Vec<Vec<usize>>;
 
 /// The rows of each of the ranks in epoch 1, at most `count` on each, and the state after them.
 fn read(order: &LengthBatches, ranks: usize, from: Option<LoaderState>, count: usize) -> (Vec<Rows>, LoaderState) {
-    let rank = |rank| {
-        let options = LoaderOptions { num_workers: rank, ..Default::default() };
-        let mut loader: DataLoader<_, Vec<usize>> =
-            DataLoader::with_order(0..2000, order.clone(), &Rank(rank, ranks), options, Ok).unwrap();
+    let read = spawn(ranks, |group| {
+        let options = LoaderOptions { num_workers: ranks - 1, ..Default::default() };
+        let mut loader: DataLoader<_, Vec<usize>> = DataLoader::with_order(0..2000, order.clone(), group, options, Ok)?;
         if let Some(state) = from {
-            loader.resume(state).unwrap();
+            loader.resume(state)?;
         }
-        let rows: Rows = loader.epoch(1).take(count).collect::<Result<_>>().unwrap();
-        (rows, loader.state())
-    };
-    let (rows, states): (Vec<_>, Vec<_>) = (0..ranks).map(rank).unzip();
+        Ok((loader.epoch(1).take(count).collect::<Result<Rows>>()?, loader.state()))
+    });
+    let (rows, states): (Vec<_>, Vec<_>) = read.unwrap().into_iter().unzip();
     assert!(states.iter().all(|state| *state == states[0]), "{states:?}");
     (rows, states[0])
 }
@@ -79,7 +46,7 @@ fn rows_are_full_and_the_same_on_any_number_of_ranks() {
                 assert_eq!(of_ranks[place % ranks][place / ranks], *row, "window {window}, {ranks} ranks");
             }
         }
-        let loader = DataLoader::with_order(0..2000, order, &Rank(0, 1), LoaderOptions::default(), Ok).unwrap();
+        let loader = DataLoader::with_order(0..2000, order, &alone(), LoaderOptions::default(), Ok).unwrap();
         let next: Rows = loader.epoch(2).collect::<Result<_>>().unwrap();
         let same = rows.iter().filter(|row| next.contains(row)).count();
         assert!(same < rows.len() / 10, "{same} of {} rows are in both epochs", rows.len());
@@ -132,7 +99,7 @@ fn a_loader_packs_rows() {
         let documents = documents.clone();
         move |row: Vec<usize>| pack(row.into_iter().map(|index| &documents[index]))
     };
-    let loader = DataLoader::with_order(0..2000, order, &Rank(0, 1), LoaderOptions::default(), find).unwrap();
+    let loader = DataLoader::with_order(0..2000, order, &alone(), LoaderOptions::default(), find).unwrap();
     for (row, packed) in rows.iter().zip(loader.epoch(1)) {
         let (packed, tokens) = (packed.unwrap(), row.iter().flat_map(|index| documents[*index].clone()));
         let tokens: Vec<u32> = tokens.collect();

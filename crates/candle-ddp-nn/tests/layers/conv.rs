@@ -1,23 +1,8 @@
 //! Linear layers, convolutions and batch normalisation, compared with PyTorch.
 use candle_core::{DType, Device, Module, Result, Tensor, Var};
 use candle_ddp_nn::{Linear, conv_transpose2d, conv2d, conv2d_no_bias};
-use candle_ddp_testing::{assert_error, layers};
+use candle_ddp_testing::assert_error;
 use candle_nn::{Conv2dConfig, ConvTranspose2dConfig, VarBuilder, VarMap};
-
-#[test]
-fn linear_matches_pytorch() {
-    layers::linear_matches_pytorch(&Device::Cpu);
-}
-
-#[test]
-fn convolutions_match_pytorch() {
-    layers::convolutions_match_pytorch(&Device::Cpu);
-}
-
-#[test]
-fn batch_norm_matches_pytorch() {
-    layers::batch_norm_matches_pytorch(&Device::Cpu);
-}
 
 /// A chain of layers has the right gradients, with or without candle's operations in between.
 #[test]

@@ -2,7 +2,7 @@
 use candle_core::{DType, Device, Tensor};
 use candle_ddp_nn::{Dropout, dropout};
 use candle_ddp_tensor::seed::Generator;
-use candle_ddp_testing::{assert_error, layers};
+use candle_ddp_testing::assert_error;
 use std::sync::{Arc, Mutex};
 
 fn ones(count: usize) -> Tensor {
@@ -11,16 +11,6 @@ fn ones(count: usize) -> Tensor {
 
 fn values(t: &Tensor) -> Vec<f32> {
     t.to_vec1().unwrap()
-}
-
-#[test]
-fn gradients_use_the_mask_of_the_forward_pass() {
-    layers::gradients_have_the_mask_of_the_forward_pass(&Device::Cpu);
-}
-
-#[test]
-fn masks_come_from_the_generator() {
-    layers::masks_are_the_generators_numbers(&Device::Cpu);
 }
 
 #[test]

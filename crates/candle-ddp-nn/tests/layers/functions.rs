@@ -5,21 +5,11 @@ use candle_ddp_nn::{
     scaled_dot_product_attention, silu, softmax, tanh, transpose,
 };
 use candle_ddp_tensor::seed::Generator;
-use candle_ddp_testing::{assert_close, assert_error, floats, layers, tensor};
+use candle_ddp_testing::{assert_close, assert_error, floats, tensor};
 use candle_nn::{VarBuilder, VarMap};
 
 fn refused(result: Result<Tensor>, text: &str) {
     assert_error(result, &[text]);
-}
-
-#[test]
-fn activations_match_pytorch() {
-    layers::activations_match_pytorch(&Device::Cpu);
-}
-
-#[test]
-fn tanh_takes_the_place_of_candles() {
-    layers::tanh_takes_the_place_of_candles(&Device::Cpu);
 }
 
 /// Several functions of this crate and of candle use the same result.
@@ -82,11 +72,6 @@ fn activations_of_empty_and_integer_tensors() {
 }
 
 #[test]
-fn embedding_matches_pytorch() {
-    layers::embedding_matches_pytorch(&Device::Cpu);
-}
-
-#[test]
 fn embedding_is_a_drop_in_for_candles() {
     let varmap = VarMap::new();
     let vb = VarBuilder::from_varmap(&varmap, DType::F32, &Device::Cpu);
@@ -106,26 +91,6 @@ fn embedding_is_a_drop_in_for_candles() {
     refused(ours.forward(&Tensor::new(&[-1i64], &Device::Cpu).unwrap()), "but one is -1");
     refused(ours.forward(&tensor(&[2], 1)), "u32, i64 or u8");
     assert_eq!(ours.forward(&Tensor::zeros((2, 0), DType::U32, &Device::Cpu).unwrap()).unwrap().dims(), [2, 0, 6]);
-}
-
-#[test]
-fn embeddings_of_any_size() {
-    layers::embeddings_of_any_size(&Device::Cpu);
-}
-
-#[test]
-fn embedding_adds_in_f32() {
-    layers::embedding_adds_in_f32(&Device::Cpu);
-}
-
-#[test]
-fn rope_is_a_drop_in_for_candles() {
-    layers::rope_takes_the_place_of_candles(&Device::Cpu);
-}
-
-#[test]
-fn attention_matches_pytorch() {
-    layers::attention_matches_pytorch(&Device::Cpu);
 }
 
 #[test]

@@ -13,3 +13,12 @@ mod norms;
 mod pool;
 mod rnn;
 mod views;
+
+use candle_core::Device;
+
+/// The tests of all devices, on this one.
+fn on_cpu(_: &str, test: impl FnOnce(&Device)) {
+    test(&Device::Cpu);
+}
+
+candle_ddp_testing::layer_tests!(on_cpu);

@@ -5,33 +5,8 @@ use candle_ddp_nn::{
     rms_norm,
 };
 use candle_ddp_tensor::Error;
-use candle_ddp_testing::{assert_close, assert_error, fill, floats, layers, tensor, var};
+use candle_ddp_testing::{assert_close, assert_error, fill, floats, tensor, var};
 use candle_nn::{VarBuilder, VarMap};
-
-#[test]
-fn layer_norm_matches_pytorch() {
-    layers::layer_norm_matches_pytorch(&Device::Cpu);
-}
-
-#[test]
-fn rms_norm_matches_pytorch() {
-    layers::rms_norm_matches_pytorch(&Device::Cpu);
-}
-
-#[test]
-fn group_norm_matches_pytorch() {
-    layers::group_norm_matches_pytorch(&Device::Cpu);
-}
-
-#[test]
-fn instance_norm_matches_pytorch() {
-    layers::instance_norm_matches_pytorch(&Device::Cpu);
-}
-
-#[test]
-fn add_norm_is_add_and_norm() {
-    layers::add_norm_is_add_and_norm(&Device::Cpu);
-}
 
 #[test]
 fn they_are_drop_ins_for_candles_layers() {

@@ -3,33 +3,7 @@ use candle_core::{DType, Device, Result, Tensor};
 use candle_ddp_nn::{
     AvgPool2dOptions, InterpolateMode, MaxPool2dOptions, adaptive_avg_pool2d, avg_pool2d, interpolate, max_pool2d,
 };
-use candle_ddp_testing::{assert_error, layers};
-
-#[test]
-fn max_pool2d_matches_pytorch() {
-    layers::max_pool2d_matches_pytorch(&Device::Cpu);
-}
-
-#[test]
-fn avg_pool2d_matches_pytorch() {
-    layers::avg_pool2d_matches_pytorch(&Device::Cpu);
-}
-
-#[test]
-fn adaptive_avg_pool2d_matches_pytorch() {
-    layers::adaptive_avg_pool2d_matches_pytorch(&Device::Cpu);
-}
-
-#[test]
-fn interpolate_matches_pytorch() {
-    layers::interpolate_matches_pytorch(&Device::Cpu);
-}
-
-/// A NaN counts as its window's maximum and receives the gradient.
-#[test]
-fn nan_is_the_maximum() {
-    layers::nan_is_the_maximum(&Device::Cpu);
-}
+use candle_ddp_testing::assert_error;
 
 #[test]
 fn empty_batches_and_bad_inputs() {

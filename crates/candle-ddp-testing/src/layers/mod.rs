@@ -1,4 +1,4 @@
-//! Layers against PyTorch's, on any device, for the tests of the CPU and of GPUs, whose names these functions have.
+//! Layers against PyTorch's, on any device: [`layer_tests`](crate::layer_tests) makes a test of each function, which has its name.
 #![allow(missing_docs)] // the names say it
 mod functions;
 mod golden;
@@ -6,6 +6,60 @@ mod heads;
 mod norms;
 mod recurrent;
 mod views;
+
+/// Tests of all functions of [`layers`](crate::layers), for the programs of tests for CPUs and for GPUs. `$on_device` gets a test's name and
+/// the function, and calls the function with its device.
+#[macro_export]
+macro_rules! layer_tests {
+    ($on_device:ident) => {
+        $crate::layer_tests! {
+            $on_device:
+            linear_matches_pytorch
+            convolutions_match_pytorch
+            batch_norm_matches_pytorch
+            group_norm_matches_pytorch
+            instance_norm_matches_pytorch
+            max_pool2d_matches_pytorch
+            avg_pool2d_matches_pytorch
+            adaptive_avg_pool2d_matches_pytorch
+            interpolate_matches_pytorch
+            nan_is_the_maximum
+            activations_match_pytorch
+            tanh_takes_the_place_of_candles
+            embedding_matches_pytorch
+            attention_matches_pytorch
+            softmax_matches_pytorch
+            cross_entropy_matches_pytorch
+            ctc_loss_matches_pytorch
+            heads_match_linear_and_cross_entropy
+            large_heads_match_linear_and_cross_entropy
+            heads_may_be_frozen
+            small_gradients_survive_in_f16
+            heads_without_samples
+            layer_norm_matches_pytorch
+            rms_norm_matches_pytorch
+            add_norm_is_add_and_norm
+            embedding_adds_in_f32
+            embeddings_of_any_size
+            rope_takes_the_place_of_candles
+            large_logits_stay_finite
+            without_samples_the_mean_is_nan
+            gradients_have_the_mask_of_the_forward_pass
+            masks_are_the_generators_numbers
+            views_are_candles
+            products_match_the_definition
+            recurrent_layers_match_pytorch
+        }
+    };
+    ($on_device:ident: $($test:ident)*) => {
+        $(
+            #[test]
+            fn $test() {
+                $on_device(stringify!($test), $crate::layers::$test);
+            }
+        )*
+    };
+}
 
 pub use functions::*;
 pub use heads::*;
@@ -106,6 +160,7 @@ pub fn interpolate_matches_pytorch(device: &Device) {
     });
 }
 
+/// A NaN counts as its window's maximum and receives the gradient.
 pub fn nan_is_the_maximum(device: &Device) {
     let x = Var::new(&[[[[1f32, f32::NAN, 5.0], [f32::NAN, 2.0, 3.0]]]], device).unwrap();
     let y = max_pool2d(&x, 2, MaxPool2dOptions { stride: Some((1, 1)), ..Default::default() }).unwrap();
