@@ -161,7 +161,7 @@ def document_of_soak(options, verdicts, deaths, seconds):
         f"**{len(verdicts) - len(wrong)} ended as expected, {len(wrong)} did not**.",
         "",
         *facts(options, command, seconds),
-        "- Programs: `tests/common/elastic_groups.rs`; `tests/common/elastic_zero.rs` for ZeRO and sharding; `tests/processes/elastic_stop.rs` for SIGTERM",
+        "- Programs: `tests/processes/elastic_groups_ranks.rs`; `tests/common/elastic_zero.rs` for ZeRO and sharding; `tests/processes/elastic_stop.rs` for SIGTERM",
         "",
         "A run must end with the same bits as one without a death. All parts of its commits (data loader, loss scaling, schedule, "
         "generator; under ZeRO and sharding the optimizer and the weights) belong to a group. After SIGTERM, the ranks that were not killed must end at the same step and save it. No process and no "

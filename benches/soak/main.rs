@@ -13,8 +13,6 @@ mod call;
 mod check;
 mod groups;
 mod process;
-#[path = "../../tests/common/process.rs"]
-mod programs;
 mod random;
 
 use call::Soak;
@@ -139,7 +137,7 @@ fn launch(options: &Options) -> ExitCode {
         }
     };
     let host = format!("export CANDLE_DDP_CPU_HOST=$((RANK * {hosts} / {ranks})); exec \"$0\" \"$@\"");
-    let mut command = Command::new(programs::ddprun());
+    let mut command = Command::new(candle_ddp_testing::ddprun());
     command.args(["--standalone", "--nproc-per-node", &ranks.to_string()]);
     if *hosts > 1 {
         command.args(["sh", "-c", &host]);

@@ -6,22 +6,22 @@ use candle_ddp::{
     Backward, Buckets, DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result, Sharding, SpawnOptions,
     spawn_with,
 };
-use candle_nn::{Linear, VarBuilder, VarMap, linear};
+use candle_nn::{VarBuilder, VarMap};
+use serde_json::Value;
+use std::path::Path;
 use std::time::Duration;
 
-mod between;
-mod process;
 #[allow(unused_imports)] // as above
-pub(crate) use between::{Between, failing};
-#[allow(unused_imports)]
 pub(crate) use candle_ddp_testing::{
-    assert_close, assert_error, bits, fill, floats, free_port, gradients, new_var, peak_memory, sine, skip,
-    skip_unless, tensor, test_arguments, test_process, values, var, waves,
+    Between, Mlp, assert_close, assert_error, bits, ddprun, example, failing, fill, floats, free_port, gradients,
+    launch_example, launch_nodes, launch_test, new_var, pass_on_a_full_disk, peak_memory, sine, skip, skip_unless,
+    start_ranks, succeed, tensor, test_arguments, test_process, values, var, waves,
 };
-#[allow(unused_imports)]
-pub(crate) use process::{
-    ddprun, example, json_lines, launch_example, launch_nodes, launch_test, pass_on_a_full_disk, start_ranks, succeed,
-};
+
+/// The lines of a file, each of which is JSON.
+pub(crate) fn json_lines(path: &Path) -> Vec<Value> {
+    std::fs::read_to_string(path).unwrap().lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+}
 
 /// Runs ranks as threads, all of which must succeed, and returns their results.
 #[track_caller]
@@ -83,21 +83,6 @@ where
     let ddp = DistributedDataParallel::with_options(pg, &varmap, build, options)?;
     fill(&varmap, seed);
     Ok((ddp, varmap))
-}
-
-/// Two layers with a tanh between them.
-pub(crate) struct Mlp(Linear, Linear);
-
-impl Mlp {
-    pub(crate) fn new(sizes: [usize; 3], names: [&str; 2], vb: VarBuilder) -> candle_core::Result<Self> {
-        Ok(Self(linear(sizes[0], sizes[1], vb.pp(names[0]))?, linear(sizes[1], sizes[2], vb.pp(names[1]))?))
-    }
-}
-
-impl Module for Mlp {
-    fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
-        self.1.forward(&self.0.forward(x)?.tanh()?)
-    }
 }
 
 /// Adds the number of previous forward passes to its input, and counts this one.

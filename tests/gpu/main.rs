@@ -19,8 +19,6 @@ mod elastic_ranks;
 #[path = "../common/elastic_zero.rs"]
 mod elastic_zero_ranks;
 mod fences;
-#[path = "../common/gpu_counts.rs"]
-mod gpu_counts;
 mod hazards;
 mod late;
 mod launch;

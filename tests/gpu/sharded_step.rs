@@ -3,11 +3,11 @@
 mod char_gpt_block;
 
 use super::common::{skip, tensor};
-use super::gpu_counts::take_counts;
 use candle_core::{DType, Device, Tensor};
 use candle_ddp::nn::{matmul, no_grad};
 use candle_ddp::optim::{Optimizer, ParamsAdamW, ZeroRedundancyOptimizer};
 use candle_ddp::{DdpOptions, DistributedDataParallel, ProcessGroup, Result, Sharding, block};
+use candle_ddp_testing::take_counts;
 use candle_nn::{VarBuilder, VarMap};
 use char_gpt_block::Block;
 

@@ -1,10 +1,11 @@
 //! The workspace of attention's backward pass by cuDNN grows with the pairs of queries and keys. Where it would be too large, samples,
 //! or heads, are computed one after the other.
 use super::on_gpu;
-use super::operations::{has_cudnns_attention, take_counts};
+use super::operations::has_cudnns_attention;
 use crate::common::{floats, new_var, skip, tensor, test_process};
 use candle_core::{DType, Tensor, Var};
 use candle_ddp::nn::{AttentionOptions, scaled_dot_product_attention, scaled_dot_product_attention_qkvpacked};
+use candle_ddp_testing::take_counts;
 
 const SAMPLES: usize = 2;
 const HEADS: usize = 4;

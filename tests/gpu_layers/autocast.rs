@@ -1,10 +1,10 @@
 //! Autocast on a GPU.
 use crate::common::{floats, skip, tensor};
-use crate::operations::take_counts;
 use crate::{assert_like_the_cpu, on_gpu};
 use candle_core::{DType, Device, Module, Result, Var};
 use candle_ddp::amp::{Autocast, autocast};
 use candle_ddp::nn::{Conv2d, LayerNorm, Linear, MemoryFormat, add, softmax, to_memory_format};
+use candle_ddp_testing::take_counts;
 use candle_nn::Conv2dConfig;
 
 fn var(shape: &[usize], seed: u64, device: &Device) -> Var {

@@ -1,12 +1,12 @@
 //! Models on images in channels_last: their gradients, and that nothing is converted on the way.
 use super::channels_last::{channels_last, has_cudnn};
 use super::on_gpu;
-use super::operations::take_counts;
 use crate::common::{assert_close, floats, skip, tensor};
 use candle_core::{DType, Device, Module, ModuleT, Tensor, Var};
 use candle_ddp::nn::{MemoryFormat, batch_norm, conv2d, cross_entropy};
 use candle_ddp::vision::models::{ResNet, ResNetOptions, resnet50};
 use candle_ddp::{Backend, DdpOptions, DistributedDataParallel, InitOptions, Precision, init_process_group};
+use candle_ddp_testing::take_counts;
 use candle_nn::{Conv2dConfig, FuncT, VarBuilder, VarMap, func_t};
 
 /// The cast of mixed precision keeps the format, and the replicas' gradients are those of contiguous images.

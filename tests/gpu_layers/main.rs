@@ -14,8 +14,6 @@ mod channels_last;
 mod channels_last_models;
 #[path = "../common/mod.rs"]
 mod common;
-#[path = "../common/gpu_counts.rs"]
-mod gpu_counts;
 mod masks;
 mod narrow_gradients;
 mod operations;

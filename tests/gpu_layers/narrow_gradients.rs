@@ -1,11 +1,11 @@
 //! AdamW in mixed precision reads gradients of 16 bits as they are.
 use super::on_gpu;
-use super::operations::take_counts;
 use crate::common::{fill, floats, skip, tensor};
 use candle_core::{DType, Device};
 use candle_ddp::checkpoint::StateDict;
 use candle_ddp::optim::{FusedOptimizer, Optimizer, ParamsAdamW, ParamsSgd, UpdateRule};
 use candle_ddp::{Backend, Buckets, DdpOptions, DistributedDataParallel, InitOptions, Precision, init_process_group};
+use candle_ddp_testing::take_counts;
 use candle_nn::{Linear, Module, VarBuilder, VarMap, linear};
 
 /// How often the emulated GPU did each operation.

@@ -5,7 +5,6 @@
 mod block;
 
 use crate::common::{new_var, skip, tensor};
-pub(crate) use crate::gpu_counts::take_counts;
 use crate::on_gpu;
 use block::Block;
 use candle_core::{DType, Device, Module, ModuleT, Result, Tensor, Var};
@@ -17,6 +16,7 @@ use candle_ddp::nn::{
 use candle_ddp::optim::{AdamW, FusedOptimizer, ParameterGroup, ParamsAdamW, ParamsLamb, ParamsSgd, UpdateRule};
 use candle_ddp::vision::models::{ResNetOptions, resnet50};
 use candle_ddp::{Backend, DistributedDataParallel, InitOptions, init_process_group};
+use candle_ddp_testing::take_counts;
 use candle_nn::{Init, Optimizer, VarBuilder, VarMap};
 use std::cmp::Reverse;
 

@@ -1,10 +1,10 @@
 //! A convolution adds to the gradient that its input has from a residual connection, if nothing else holds that gradient's memory.
 use super::channels_last::{channels_last, has_cudnn};
-use super::operations::take_counts;
 use super::{assert_like_the_cpu, on_gpu};
 use crate::common::{floats, new_var, skip, tensor};
 use candle_core::{DType, Device, Module, Var};
 use candle_ddp::nn::{Conv2d, add, relu};
+use candle_ddp_testing::take_counts;
 use candle_nn::Conv2dConfig;
 
 /// Gradients of the input from two convolutions, which are added within the second; and from a sum, whose other term has the same

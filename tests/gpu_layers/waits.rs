@@ -1,12 +1,12 @@
 //! How often the host waits for a GPU in a step. A wait for work after which more has been launched costs the GPU nothing: it is busy
 //! until the host has launched the next kernel.
 use super::on_gpu;
-use super::operations::take_counts;
 use crate::common::{floats, skip, tensor};
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_ddp::amp::{GradScaler, GradScalerOptions};
 use candle_ddp::optim::{AdamW, Optimizer, ParamsAdamW, ParamsSgd, Sgd};
 use candle_ddp::{Backend, DdpOptions, DistributedDataParallel, InitOptions, Precision, init_process_group};
+use candle_ddp_testing::take_counts;
 use candle_nn::{Linear, VarBuilder, VarMap, linear};
 
 fn model(gpu: &Device, options: DdpOptions) -> (DistributedDataParallel<Linear>, VarMap) {

@@ -6,7 +6,6 @@ mod checkpointer;
 #[path = "../common/mod.rs"]
 mod common;
 mod launch;
-#[path = "../common/pytorch.rs"]
 mod pytorch;
 mod store;
 mod torchfrtrace;

@@ -16,7 +16,6 @@ mod diagnostics;
 mod digits;
 mod elastic;
 mod elastic_groups;
-#[path = "../common/elastic_groups.rs"]
 mod elastic_groups_ranks;
 #[path = "../common/elastic_ranks.rs"]
 mod elastic_ranks;

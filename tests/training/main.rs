@@ -2,12 +2,8 @@
 #![allow(clippy::unwrap_used)] // a failed test may panic
 #[path = "../common/mod.rs"]
 mod common;
-#[path = "../golden/model.rs"]
-mod model;
 #[path = "../common/programs.rs"]
 mod programs;
-#[path = "../common/weights.rs"]
-mod weights;
 
 mod accumulate;
 mod adapters;
@@ -25,9 +21,7 @@ mod bad_batches;
 mod bad_batches_ranks;
 mod checkpoint;
 mod checkpoint_damage;
-mod checkpoint_file;
 mod checkpoint_finite;
-mod checkpoint_pickle;
 mod checkpointer;
 mod checkpointer_ranks;
 mod clip_ranks;
@@ -55,8 +49,8 @@ mod lora;
 mod lora_golden;
 mod messages;
 mod metrics;
+mod model;
 mod nn_checkpoint;
-mod nn_dropout;
 mod nn_sync_batch_norm;
 mod no_grad;
 mod non_finite;
@@ -66,8 +60,6 @@ mod optim_golden;
 mod optim_muon;
 mod optim_own;
 mod optim_state;
-mod orders;
-mod pretrained;
 mod quick_start;
 mod replica_check;
 mod resume;
@@ -80,7 +72,6 @@ mod sixteen_bits;
 mod small_data;
 mod stale_graph;
 mod stop;
-mod tar_shards;
 mod thawing;
 mod uneven_blocks;
 mod unused;
@@ -89,9 +80,9 @@ mod virtual_ranks;
 mod virtual_ranks_passes;
 #[path = "../common/virtual_ranks.rs"]
 mod virtual_run;
-mod vision_errors;
 mod vision_models;
 mod weighted;
+mod weights;
 mod with_grad;
 mod without_samples;
 mod zero;

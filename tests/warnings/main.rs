@@ -9,7 +9,6 @@ mod diverged;
 mod engine;
 mod epochs;
 mod evaluation_graph;
-#[path = "../common/logger.rs"]
 mod logger;
 mod lost_gradients;
 mod no_batch;

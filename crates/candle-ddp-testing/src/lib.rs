@@ -2,13 +2,19 @@
 //! are built without it, and on candle only with the feature `candle`.
 #![allow(clippy::unwrap_used)] // a failed test may panic
 
+#[cfg(feature = "candle")]
+mod between;
 mod errors;
+mod gpu_counts;
 pub mod http_server;
 #[cfg(feature = "candle")]
 pub mod layers;
 mod memory;
+#[cfg(feature = "candle")]
+mod mlp;
 mod port;
 mod process;
+mod programs;
 mod random;
 mod skip;
 #[cfg(feature = "tar")]
@@ -18,10 +24,18 @@ mod tensors;
 #[cfg(feature = "candle")]
 pub mod torch_file;
 
+#[cfg(feature = "candle")]
+pub use between::{Between, failing};
 pub use errors::assert_error;
+pub use gpu_counts::take_counts;
 pub use memory::peak_memory;
+#[cfg(feature = "candle")]
+pub use mlp::Mlp;
 pub use port::free_port;
 pub use process::{test_arguments, test_process};
+pub use programs::{
+    ddprun, example, launch_example, launch_nodes, launch_test, pass_on_a_full_disk, start_ranks, succeed,
+};
 pub use random::Random;
 pub use skip::{skip, skip_unless};
 #[cfg(feature = "candle")]

@@ -1,5 +1,4 @@
 //! Evaluation under `no_grad`: the same results, without graphs, and nothing of it is left to training.
-mod functions;
 mod module;
 mod passes;
 

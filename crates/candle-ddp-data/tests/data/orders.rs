@@ -1,10 +1,11 @@
 //! Orders of the program's own, weighted and of batches of similar length: how ranks share them, and runs that resume in them.
-use candle_ddp::data::{
-    BlockOptions, BlockShuffle, DataLoader, DistributedSampler, EpochOrder, LengthBatches, LengthOptions,
+use crate::ranks::{Rank, alone, spawn};
+use candle_ddp_data::{
+    BlockOptions, BlockShuffle, DataLoader, DistributedSampler, EpochOrder, LengthBatches, LengthOptions, LoaderGroup,
     LoaderOptions, LoaderState, Order, Remainder, SamplerOptions, WeightedSampler,
 };
-use candle_ddp::seed::Generator;
-use candle_ddp::{Error, ProcessGroup, Result, spawn};
+use candle_ddp_state::seed::Generator;
+use candle_ddp_state::{Error, Result};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -23,8 +24,8 @@ impl<F: Fn(u64) -> Result<EpochOrder> + Send + Sync> Order for Own<F> {
     }
 }
 
-fn loader(order: impl Order + 'static, pg: &ProcessGroup, options: LoaderOptions) -> Result<Indices> {
-    DataLoader::with_order(0..order.dataset_len(), order, pg, options, Ok)
+fn loader(order: impl Order + 'static, group: &Rank, options: LoaderOptions) -> Result<Indices> {
+    DataLoader::with_order(0..order.dataset_len(), order, group, options, Ok)
 }
 
 /// Lengths from 4 to 400, most of them short.
@@ -56,8 +57,8 @@ fn read(
     from: Option<LoaderState>,
     batches: usize,
 ) -> (Vec<Vec<Vec<usize>>>, LoaderState) {
-    let read = spawn(ranks, |pg| {
-        let mut loader = loader(order.clone(), &pg, options)?;
+    let read = spawn(ranks, |group| {
+        let mut loader = loader(order.clone(), group, options)?;
         if let Some(state) = from {
             loader.resume(state)?;
         }
@@ -126,8 +127,8 @@ fn other_orders_refuse_the_state() {
     ];
     for [before, after] in cases {
         let (_, state) = read(&before, 2, options(1, 0), None, 3);
-        let errors = spawn(3, |pg| {
-            let mut loader = loader(after.clone(), &pg, options(1, 0))?;
+        let errors = spawn(3, |group| {
+            let mut loader = loader(after.clone(), group, options(1, 0))?;
             let error = loader.resume(state).unwrap_err();
             assert_eq!((loader.current_epoch(), loader.state().consumed), (0, 0));
             // Between two epochs everything may change, and nothing is compared where the order is not known.
@@ -144,19 +145,16 @@ fn other_orders_refuse_the_state() {
     assert_eq!(state.consumed, 5);
     for (consumed, fits) in [(1, false), (2, true), (4, false), (6, true), (7, false)] {
         let state = LoaderState { consumed, order: 0, ..state };
-        let resumed = spawn(1, |pg| Ok(loader(order.clone(), &pg, options(1, 0))?.resume(state)));
-        assert_eq!(resumed.unwrap()[0].is_ok(), fits, "{consumed}");
+        let resumed = loader(order.clone(), &alone(), options(1, 0)).unwrap().resume(state);
+        assert_eq!(resumed.is_ok(), fits, "{consumed}");
     }
 }
 
 /// How often each sample is drawn in epochs 0 to `epochs - 1`, by its place in the order.
 fn drawn(sampler: &WeightedSampler, epochs: u64) -> Vec<Vec<usize>> {
     let order: Arc<dyn Order> = Arc::new(sampler.clone());
-    let drawn = spawn(1, |pg| {
-        let loader = loader(order.clone(), &pg, options(usize::MAX, 0))?;
-        (0..epochs).map(|epoch| Ok(loader.epoch(epoch).collect::<Result<Vec<_>>>()?.concat())).collect()
-    });
-    drawn.unwrap().remove(0)
+    let loader = loader(order, &alone(), options(usize::MAX, 0)).unwrap();
+    (0..epochs).map(|epoch| loader.epoch(epoch).collect::<Result<Vec<_>>>().unwrap().concat()).collect()
 }
 
 /// Whether `hits` of `draws` are what independent draws with this probability give, to within five standard deviations.
@@ -272,8 +270,8 @@ fn batches_of_similar_length_are_full_and_all_ranks_have_as_many() {
 
     let epoch = |options, epoch| {
         let order = LengthBatches::with_options(lengths.clone(), most, options).unwrap();
-        let batches = spawn(1, |pg| loader(order.clone(), &pg, LoaderOptions::default())?.epoch(epoch).collect());
-        let mut batches: Vec<Vec<usize>> = batches.unwrap().remove(0);
+        let loader = loader(order, &alone(), LoaderOptions::default()).unwrap();
+        let mut batches: Vec<Vec<usize>> = loader.epoch(epoch).collect::<Result<_>>().unwrap();
         batches.iter_mut().for_each(|batch| batch.sort_unstable());
         batches
     };
@@ -298,8 +296,8 @@ fn what_remains_may_be_dropped_or_uneven() {
 #[test]
 fn a_batch_that_is_padding_has_no_indices() {
     let order: Arc<dyn Order> = Arc::new(Own(9, |_| Ok(EpochOrder::of_batches([vec![0, 1], vec![2], vec![3, 4, 5]]))));
-    let read = spawn(2, |pg| {
-        let loader = loader(order.clone(), &pg, LoaderOptions::default())?;
+    let read = spawn(2, |group| {
+        let loader = loader(order.clone(), group, LoaderOptions::default())?;
         loader.iter().with_indices().map(|batch| Ok(batch?.0)).collect::<Result<Vec<_>>>()
     });
     assert_eq!(read.unwrap(), [[vec![0, 1], vec![3, 4, 5]], [vec![2], vec![]]]);
@@ -307,9 +305,9 @@ fn a_batch_that_is_padding_has_no_indices() {
 
 /// The error of every rank.
 fn refused(make: impl Fn(usize) -> (Arc<dyn Order>, LoaderOptions) + Sync) -> Vec<Error> {
-    let errors = spawn(2, |pg| {
-        let (order, options) = make(pg.rank());
-        Ok(DataLoader::with_order(0..10, order, &pg, options, Ok).map(|_: Indices| ()).unwrap_err())
+    let errors = spawn(2, |group| {
+        let (order, options) = make(group.rank());
+        Ok(DataLoader::with_order(0..10, order, group, options, Ok).map(|_: Indices| ()).unwrap_err())
     });
     errors.unwrap()
 }
@@ -361,14 +359,14 @@ fn orders_that_do_not_fit_are_errors_on_every_rank() {
 
 #[test]
 fn an_epoch_that_cannot_be_made_is_an_error_in_its_place() {
-    let results = spawn(2, |pg| {
+    let results = spawn(2, |group| {
         let order = Own(10, |epoch| match epoch {
             1 => Ok((0..11).collect()),
             2 => Err(Error::RankOutOfRange { rank: 7, world_size: 7 }),
             // Ever more samples.
             epoch => Ok((0..2 + epoch as usize).collect()),
         });
-        let loader = loader(order, &pg, LoaderOptions { batch_size: 2, ..Default::default() })?;
+        let loader = loader(order, group, LoaderOptions { batch_size: 2, ..Default::default() })?;
         let counts: Vec<usize> = (0..4).map(|epoch| loader.epoch(epoch).len()).collect();
         let errors: Vec<String> = [1, 2]
             .into_iter()

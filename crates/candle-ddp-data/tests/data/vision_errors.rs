@@ -1,9 +1,9 @@
 //! Errors of the images' crate, and of a program's own transforms, as they come out of a data loader's functions.
 use candle_core::{Device, Tensor};
-use candle_ddp::data::{Collate, Dataset, default_collate};
-use candle_ddp::seed::Generator;
-use candle_ddp::vision::{Cifar10, Image, Mask, Normalize, Split, Transform};
-use candle_ddp::{Error, Result};
+use candle_ddp_data::{Collate, Dataset, default_collate};
+use candle_ddp_state::seed::Generator;
+use candle_ddp_state::{Error, Result};
+use candle_ddp_vision::{Cifar10, Image, Mask, Normalize, Split, Transform};
 use std::fs;
 
 fn get<D: Dataset>(dataset: &D, index: usize) -> Result<D::Sample> {

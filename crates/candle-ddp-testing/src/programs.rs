@@ -1,14 +1,12 @@
 //! The programs that tests start as processes.
-#![allow(dead_code, clippy::unwrap_used)] // each test file uses only some of them, and a failed test may panic
-use candle_ddp_testing::{free_port, test_arguments, test_process};
-use serde_json::Value;
+use crate::{free_port, test_arguments, test_process};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::OnceLock;
 
 /// The launcher: next to this program where scripts/gpu_suite.sh has packed both. Otherwise cargo builds it, since it is
 /// another package than these tests.
-pub(crate) fn ddprun() -> &'static Path {
+pub fn ddprun() -> &'static Path {
     static DDPRUN: OnceLock<PathBuf> = OnceLock::new();
     DDPRUN.get_or_init(|| {
         let packed = std::env::current_exe().unwrap().with_file_name("ddprun");
@@ -18,7 +16,7 @@ pub(crate) fn ddprun() -> &'static Path {
 
 /// The binary of an example, from the folder that CANDLE_DDP_TEST_EXAMPLES names, if it does. `cargo test` builds all of them along with the
 /// tests, `cargo test --test processes` does not.
-pub(crate) fn example(name: &str) -> PathBuf {
+pub fn example(name: &str) -> PathBuf {
     if let Some(folder) = std::env::var_os("CANDLE_DDP_TEST_EXAMPLES") {
         return Path::new(&folder).join(name);
     }
@@ -27,14 +25,14 @@ pub(crate) fn example(name: &str) -> PathBuf {
 }
 
 /// The launcher of `ranks` processes of an example.
-pub(crate) fn launch_example(name: &str, ranks: usize) -> Command {
+pub fn launch_example(name: &str, ranks: usize) -> Command {
     let mut launcher = Command::new(ddprun());
     launcher.args(["--standalone", "--nproc-per-node", &ranks.to_string()]).arg(example(name));
     launcher
 }
 
 /// The launcher of `ranks` processes of this program, each of which runs the test `rank_of_another_test` of `module`.
-pub(crate) fn launch_test(module: &str, ranks: usize, options: &[&str]) -> Command {
+pub fn launch_test(module: &str, ranks: usize, options: &[&str]) -> Command {
     let mut launcher = Command::new(ddprun());
     launcher.args(["--nproc-per-node", &ranks.to_string()]).args(options).arg(std::env::current_exe().unwrap());
     launcher.args(test_arguments(module, "rank_of_another_test"));
@@ -42,7 +40,7 @@ pub(crate) fn launch_test(module: &str, ranks: usize, options: &[&str]) -> Comma
 }
 
 /// The same for `nodes` launchers, of `ranks` processes each.
-pub(crate) fn launch_nodes(module: &str, nodes: usize, ranks: usize, options: &[&str]) -> Vec<Command> {
+pub fn launch_nodes(module: &str, nodes: usize, ranks: usize, options: &[&str]) -> Vec<Command> {
     let (count, port) = (nodes.to_string(), free_port().to_string());
     let node = |node: usize| {
         let node = node.to_string();
@@ -54,7 +52,7 @@ pub(crate) fn launch_nodes(module: &str, nodes: usize, ranks: usize, options: &[
 }
 
 /// Starts `ranks` processes like those of [`launch_test`] without a launcher. They meet at `INIT_METHOD`, and print nothing.
-pub(crate) fn start_ranks(module: &str, ranks: usize, variables: &[(&str, String)]) -> Vec<Child> {
+pub fn start_ranks(module: &str, ranks: usize, variables: &[(&str, String)]) -> Vec<Child> {
     let init_method = format!("tcp://127.0.0.1:{}", free_port());
     let rank = |rank: usize| {
         let mut command = test_process(module, "rank_of_another_test");
@@ -66,7 +64,7 @@ pub(crate) fn start_ranks(module: &str, ranks: usize, variables: &[(&str, String
 
 /// Runs a test of this program, which must pass, where no file can have more than `blocks`.
 #[track_caller]
-pub(crate) fn pass_on_a_full_disk(blocks: usize, module: &str, name: &str, (variable, path): (&str, &Path)) {
+pub fn pass_on_a_full_disk(blocks: usize, module: &str, name: &str, (variable, path): (&str, &Path)) {
     let mut shell = Command::new("sh");
     shell.args(["-c", &format!("trap '' XFSZ; ulimit -f {blocks}; exec \"$0\" \"$@\"")]);
     shell.arg(std::env::current_exe().unwrap()).args(test_arguments(module, name)).env(variable, path);
@@ -76,16 +74,11 @@ pub(crate) fn pass_on_a_full_disk(blocks: usize, module: &str, name: &str, (vari
 
 /// Runs a program that must succeed, and returns what it has printed.
 #[track_caller]
-pub(crate) fn succeed(command: &mut Command) -> [String; 2] {
+pub fn succeed(command: &mut Command) -> [String; 2] {
     let output = command.output().unwrap();
     let [stdout, stderr] = [output.stdout, output.stderr].map(|bytes| String::from_utf8_lossy(&bytes).into_owned());
     assert!(output.status.success(), "{command:?}: {stdout}{stderr}");
     [stdout, stderr]
-}
-
-/// The lines of a file, each of which is JSON.
-pub(crate) fn json_lines(path: &Path) -> Vec<Value> {
-    std::fs::read_to_string(path).unwrap().lines().map(|line| serde_json::from_str(line).unwrap()).collect()
 }
 
 /// The folder of cargo's profile: the programs of tests lie in `deps` there.
@@ -98,7 +91,7 @@ fn built(target: &[&str], path: &str) -> PathBuf {
     let profile = profile();
     let mut build = Command::new(env!("CARGO"));
     build.args(["build", "--quiet", "--locked"]).args(target).arg("--target-dir").arg(profile.parent().unwrap());
-    build.current_dir(env!("CARGO_MANIFEST_DIR"));
+    build.current_dir(concat!(env!("CARGO_MANIFEST_DIR"), "/../.."));
     if profile.ends_with("release") {
         build.arg("--release");
     }

@@ -1,10 +1,10 @@
-//! No function of `nn` makes a graph under `no_grad`, and all compute the same there.
-use crate::common::{bits, tensor};
+//! No function makes a graph under `no_grad`, and all compute the same there.
 use candle_core::{DType, Device, IndexOp, Result, Tensor, Var};
-use candle_ddp::nn::attention::{AttnMask, flash_attn};
-use candle_ddp::nn::kv_cache::{ConcatKvCache, KvCache, RotatingKvCache};
-use candle_ddp::nn::{self, Activation, AttentionOptions, Module, ModuleT, loss, no_grad, ops};
-use candle_ddp::seed::Generator;
+use candle_ddp_nn::attention::{AttnMask, flash_attn};
+use candle_ddp_nn::kv_cache::{ConcatKvCache, KvCache, RotatingKvCache};
+use candle_ddp_nn::{self as nn, Activation, AttentionOptions, Module, ModuleT, loss, no_grad, ops};
+use candle_ddp_tensor::seed::Generator;
+use candle_ddp_testing::{bits, tensor};
 
 /// Computes `function` of variables in and outside of `no_grad`.
 #[track_caller]

@@ -1,9 +1,9 @@
 //! Pretrained weights in one file and in several, also damaged and crafted ones.
-use crate::common::{floats, peak_memory, succeed, test_process};
 use candle_core::{DType, Device, Tensor, Var};
-use candle_ddp::checkpoint::{self, LoadOptions, Pretrained};
-use candle_ddp::nn::{linear, linear_no_bias};
-use candle_ddp::{Error, Result};
+use candle_ddp_nn::{linear, linear_no_bias};
+use candle_ddp_state::weights::{self, LoadOptions, Pretrained};
+use candle_ddp_state::{Error, Result};
+use candle_ddp_testing::{floats, peak_memory, succeed, test_process};
 use candle_nn::VarMap;
 use std::fs;
 use std::path::Path;
@@ -12,7 +12,7 @@ use std::sync::Arc;
 fn write(path: &Path, tensors: &[(&str, f32)]) {
     let tensors =
         tensors.iter().map(|(name, value)| (name.to_string(), Tensor::new(&[*value, *value], &Device::Cpu).unwrap()));
-    checkpoint::save_tensors(&tensors.collect(), path).unwrap();
+    weights::save_tensors(&tensors.collect(), path).unwrap();
 }
 
 /// A folder with two files and this text in the place of the map from tensors to files.
@@ -49,7 +49,7 @@ fn tensors_are_read_from_several_files_or_from_one() {
     let file = single.path().join("model.safetensors");
     let (weight, bias) = (Tensor::ones((2, 3), DType::F32, &Device::Cpu), Tensor::ones(2, DType::F32, &Device::Cpu));
     let tensors = [("fc.weight".to_string(), weight.unwrap()), ("fc.bias".to_string(), bias.unwrap())];
-    checkpoint::save_tensors(&tensors.into(), &file).unwrap();
+    weights::save_tensors(&tensors.into(), &file).unwrap();
     for path in [single.path(), &file] {
         let vb = Pretrained::open(path).unwrap().var_builder(DType::BF16, &Device::Cpu);
         assert!(vb.contains_tensor("fc.weight") && !vb.contains_tensor("fc"));
@@ -95,9 +95,9 @@ fn a_crafted_index_is_an_error() {
 fn an_index_may_list_other_tensors_than_its_files_have() {
     let fewer = folder(r#"{"a": "one", "c": "two"}"#);
     assert_eq!(Pretrained::open(fewer.path()).unwrap().names().collect::<Vec<_>>(), ["a", "b", "c"]);
-    assert_eq!(checkpoint::read(fewer.path()).unwrap().len(), 3);
+    assert_eq!(weights::read(fewer.path()).unwrap().len(), 3);
     let more = folder(r#"{"a": "one", "b": "one", "c": "two", "d": "two"}"#);
-    for reason in [reason(Pretrained::open(more.path())), reason(checkpoint::read(more.path()))] {
+    for reason in [reason(Pretrained::open(more.path())), reason(weights::read(more.path()))] {
         assert!(reason.contains("it says that d is in two, which does not have it"), "{reason}");
     }
     let varmap = |names: &[&str]| {
@@ -109,17 +109,17 @@ fn an_index_may_list_other_tensors_than_its_files_have() {
     let lenient = || LoadOptions { strict: false, ..Default::default() };
     for (folder, names) in [(&fewer, &["a", "b", "c"][..]), (&more, &["a", "b", "c"])] {
         let varmap = varmap(names);
-        checkpoint::load(&varmap, folder.path()).unwrap();
+        weights::load(&varmap, folder.path()).unwrap();
         assert_eq!(floats(&varmap.data().lock().unwrap()["b"]), [2.0; 2]);
     }
-    let error = checkpoint::load(&varmap(&["a", "b", "c", "d"]), more.path()).unwrap_err();
+    let error = weights::load(&varmap(&["a", "b", "c", "d"]), more.path()).unwrap_err();
     assert!(matches!(&error, Error::CheckpointMismatch { missing, .. } if missing == &["d"]), "{error:?}");
-    let report = checkpoint::load_with(&varmap(&["a", "b", "c", "d"]), more.path(), lenient()).unwrap();
+    let report = weights::load_with(&varmap(&["a", "b", "c", "d"]), more.path(), lenient()).unwrap();
     assert_eq!((report.loaded.len(), report.missing), (3, vec!["d".to_string()]));
-    let error = checkpoint::load(&varmap(&["a", "c"]), fewer.path()).unwrap_err();
+    let error = weights::load(&varmap(&["a", "c"]), fewer.path()).unwrap_err();
     assert!(matches!(&error, Error::CheckpointMismatch { unexpected, .. } if unexpected == &["b"]), "{error:?}");
     let ignored = LoadOptions { ignored: Arc::new(|name| name == "b"), ..Default::default() };
-    checkpoint::load_with(&varmap(&["a", "c"]), fewer.path(), ignored).unwrap();
+    weights::load_with(&varmap(&["a", "c"]), fewer.path(), ignored).unwrap();
 }
 
 #[test]
@@ -129,8 +129,8 @@ fn an_index_and_another_single_file_are_two_models() {
     let varmap = VarMap::new();
     for reason in [
         reason(Pretrained::open(both.path())),
-        reason(checkpoint::read(both.path())),
-        reason(checkpoint::load(&varmap, both.path())),
+        reason(weights::read(both.path())),
+        reason(weights::load(&varmap, both.path())),
     ] {
         assert!(reason.contains("the folder also has model.safetensors, which the index does not list"), "{reason}");
     }
@@ -177,7 +177,7 @@ fn memory_process() {
     for index in 0..LAYERS {
         let weight = Tensor::ones((1 << 10, 1 << 10), DType::F32, &Device::Cpu).unwrap();
         let file = folder.path().join(index.to_string());
-        checkpoint::save_tensors(&[(format!("{index}.weight"), weight)].into(), file).unwrap();
+        weights::save_tensors(&[(format!("{index}.weight"), weight)].into(), file).unwrap();
     }
     let map: Vec<String> = (0..LAYERS).map(|index| format!("\"{index}.weight\": \"{index}\"")).collect();
     let index = format!("{{\"weight_map\": {{{}}}}}", map.join(","));

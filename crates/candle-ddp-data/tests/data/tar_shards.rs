@@ -1,6 +1,9 @@
 //! `TarShards` and `BlockShuffle` under a `DataLoader`.
-use candle_ddp::data::{BlockOptions, BlockShuffle, DataLoader, LoaderOptions, Order, TarSample, TarShards};
-use candle_ddp::{Error, Result, spawn};
+use crate::ranks::{alone, spawn};
+use candle_ddp_data::{
+    BlockOptions, BlockShuffle, DataLoader, LoaderOptions, LoaderState, Order, TarSample, TarShards,
+};
+use candle_ddp_state::{Error, Result};
 use candle_ddp_testing::tar_files::{files, shard};
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -11,16 +14,13 @@ fn a_loader_says_which_sample_cannot_be_read_and_from_which_shard() {
     let folder = tempdir().unwrap();
     let path = folder.path().join("a.tar");
     shard(&path, &files(0..30));
-    let error = spawn(1, |pg| {
-        let shards = TarShards::new([&path])?;
-        let later = std::time::SystemTime::now() + std::time::Duration::from_secs(20);
-        std::fs::File::options().write(true).open(&path).unwrap().set_modified(later).unwrap();
-        let collate = |samples: Vec<TarSample>| Ok(samples.len());
-        let loader =
-            DataLoader::with_collate(shards, &pg, LoaderOptions { num_workers: 2, ..Default::default() }, collate)?;
-        Ok(loader.iter().next().unwrap().unwrap_err().to_string())
-    });
-    let error = error.unwrap().remove(0);
+    let shards = TarShards::new([&path]).unwrap();
+    let later = std::time::SystemTime::now() + std::time::Duration::from_secs(20);
+    std::fs::File::options().write(true).open(&path).unwrap().set_modified(later).unwrap();
+    let collate = |samples: Vec<TarSample>| Ok(samples.len());
+    let options = LoaderOptions { num_workers: 2, ..Default::default() };
+    let loader = DataLoader::with_collate(shards, &alone(), options, collate).unwrap();
+    let error = loader.iter().next().unwrap().unwrap_err().to_string();
     assert!(error.contains("of the dataset") && error.contains(&path.display().to_string()), "{error}");
 }
 
@@ -30,8 +30,8 @@ fn runs_resume_in_the_middle_of_shards() {
     for number in 0..5 {
         shard(&folder.path().join(format!("{number}.tar")), &files(20 * number..20 * (number + 1)));
     }
-    let run = |ranks, state: Option<candle_ddp::data::LoaderState>, batches| {
-        let read = spawn(ranks, |pg| {
+    let run = |ranks, state: Option<LoaderState>, batches| {
+        let read = spawn(ranks, |group| {
             let shards = TarShards::in_folder(folder.path())?;
             let order = BlockShuffle::new(shards.num_samples(), BlockOptions { block: 7, window: 3, lanes: 2 })?;
             let collate = |samples: Vec<TarSample>| {
@@ -39,7 +39,8 @@ fn runs_resume_in_the_middle_of_shards() {
                 Ok(content.map(|text| String::from_utf8(text.unwrap()).unwrap()).collect())
             };
             let options = LoaderOptions { batch_size: 5, num_workers: 2, ..Default::default() };
-            let mut loader: DataLoader<_, Vec<String>> = DataLoader::with_order(shards, order, &pg, options, collate)?;
+            let mut loader: DataLoader<_, Vec<String>> =
+                DataLoader::with_order(shards, order, group, options, collate)?;
             if let Some(state) = state {
                 loader.resume(state)?;
             }
@@ -61,8 +62,8 @@ fn runs_resume_in_the_middle_of_shards() {
 fn blocks_are_shuffled_and_mixed_within_their_window() {
     let read = |len, ranks, options, epoch| {
         let order: Arc<dyn Order> = Arc::new(BlockShuffle::new(len, options).unwrap());
-        let read = spawn(ranks, |pg| {
-            let loader = DataLoader::with_order(0..len, order.clone(), &pg, LoaderOptions::default(), Ok)?;
+        let read = spawn(ranks, |group| {
+            let loader = DataLoader::with_order(0..len, order.clone(), group, LoaderOptions::default(), Ok)?;
             Ok(loader.epoch(epoch).collect::<Result<Vec<Vec<usize>>>>()?.concat())
         });
         read.unwrap()

@@ -1,8 +1,8 @@
 //! Checkpoints as files: dtypes that candle does not have, and the folder before and after writing.
-use crate::common::{assert_error, floats, pass_on_a_full_disk, peak_memory, test_process, var};
 use candle_core::{DType, Device, Tensor};
-use candle_ddp::Error;
-use candle_ddp::checkpoint::{self, LoadOptions};
+use candle_ddp_state::Error;
+use candle_ddp_state::weights::{self, LoadOptions};
+use candle_ddp_testing::{assert_error, floats, pass_on_a_full_disk, peak_memory, test_process, var};
 use candle_nn::{Init, VarMap};
 use std::collections::HashMap;
 use std::fs::{self, Permissions};
@@ -44,9 +44,9 @@ fn safetensors_that_begin_like_a_zip_archive_are_read() {
     let folder = tempfile::tempdir().unwrap();
     let (file, name) = (folder.path().join("weights"), "a".repeat(19152));
     let tensors = HashMap::from([(name.clone(), Tensor::new(&[1f32, 2.0], &Device::Cpu).unwrap())]);
-    checkpoint::save_tensors(&tensors, &file).unwrap();
+    weights::save_tensors(&tensors, &file).unwrap();
     assert!(fs::read(&file).unwrap().starts_with(b"PK"));
-    assert_eq!(floats(&checkpoint::read(&file).unwrap()[&name]), [1.0, 2.0]);
+    assert_eq!(floats(&weights::read(&file).unwrap()[&name]), [1.0, 2.0]);
 }
 
 #[test]
@@ -64,19 +64,19 @@ fn a_dtype_that_candle_lacks_counts_only_where_it_is_wanted() {
     };
     let varmap = zeros(&["mask", "w"], DType::U8);
     let lenient = LoadOptions { strict: false, ..Default::default() };
-    let report = checkpoint::load_with(&varmap, &file, lenient.clone()).unwrap();
+    let report = weights::load_with(&varmap, &file, lenient.clone()).unwrap();
     assert_eq!((report.loaded, report.unexpected), (vec!["mask".into(), "w".into()], vec!["y".into(), "z".into()]));
     assert_eq!(var(&varmap, "mask").to_vec1::<u8>().unwrap(), [1, 0]);
     assert_eq!(var(&varmap, "w").to_vec1::<u8>().unwrap(), [3, 4]);
     // Strict: it is too many, like any other.
-    match checkpoint::load(&varmap, &file) {
+    match weights::load(&varmap, &file) {
         Err(Error::CheckpointMismatch { unexpected, .. }) => assert_eq!(unexpected, ["y", "z"]),
         other => panic!("{other:?}"),
     }
     let wants = zeros(&["w", "z"], DType::U8);
-    refused(checkpoint::load_with(&wants, &file, lenient).map(|_| ()), "z");
+    refused(weights::load_with(&wants, &file, lenient).map(|_| ()), "z");
     assert_eq!(var(&wants, "w").to_vec1::<u8>().unwrap(), [0, 0], "nothing has been loaded");
-    refused(checkpoint::read(&file).map(|_| ()), "y");
+    refused(weights::read(&file).map(|_| ()), "y");
 }
 
 #[test]
@@ -85,7 +85,7 @@ fn shapes_that_overflow_are_errors() {
     let file = folder.path().join("weights");
     let header = br#"{"w":{"dtype":"F32","shape":[0,1099511627776,1099511627776],"data_offsets":[0,0]}}"#;
     fs::write(&file, [&(header.len() as u64).to_le_bytes()[..], header].concat()).unwrap();
-    assert_error(checkpoint::read(&file), &["w: its shape"]);
+    assert_error(weights::read(&file), &["w: its shape"]);
 }
 
 #[test]
@@ -95,9 +95,9 @@ fn a_file_that_is_there_keeps_its_permissions() {
     for mode in [0o600, 0o640, 0o666] {
         fs::write(&file, "").unwrap();
         fs::set_permissions(&file, Permissions::from_mode(mode)).unwrap();
-        checkpoint::save_tensors(&twice(1.0), &file).unwrap();
+        weights::save_tensors(&twice(1.0), &file).unwrap();
         assert_eq!(fs::metadata(&file).unwrap().permissions().mode() & 0o7777, mode);
-        assert_eq!(floats(&checkpoint::read(&file).unwrap()["w"]), [1.0, 1.0]);
+        assert_eq!(floats(&weights::read(&file).unwrap()["w"]), [1.0, 1.0]);
     }
 }
 
@@ -117,13 +117,13 @@ fn symbolic_links_are_written_through() {
             .into_iter()
             .enumerate()
     {
-        checkpoint::save_tensors(&twice(value as f32), links.join(link)).unwrap();
+        weights::save_tensors(&twice(value as f32), links.join(link)).unwrap();
         assert!(fs::symlink_metadata(links.join(link)).unwrap().is_symlink(), "{link}");
         assert!(!fs::symlink_metadata(files.join(file)).unwrap().is_symlink());
-        assert_eq!(floats(&checkpoint::read(files.join(file)).unwrap()["w"]), [value as f32; 2], "{link}");
+        assert_eq!(floats(&weights::read(files.join(file)).unwrap()["w"]), [value as f32; 2], "{link}");
     }
     symlink("circle", links.join("circle")).unwrap();
-    match checkpoint::save_tensors(&twice(1.0), links.join("circle")) {
+    match weights::save_tensors(&twice(1.0), links.join("circle")) {
         Err(error @ Error::Io { .. }) => assert!(error.to_string().contains("circle"), "{error}"),
         other => panic!("{other:?}"),
     }
@@ -136,8 +136,8 @@ fn symbolic_links_are_written_through() {
 fn names_may_be_long() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("w".repeat(255));
-    checkpoint::save_tensors(&twice(1.0), &file).unwrap();
-    assert_eq!(floats(&checkpoint::read(&file).unwrap()["w"]), [1.0, 1.0]);
+    weights::save_tensors(&twice(1.0), &file).unwrap();
+    assert_eq!(floats(&weights::read(&file).unwrap()["w"]), [1.0, 1.0]);
 }
 
 /// A folder or a device is not replaced by a file.
@@ -146,7 +146,7 @@ fn what_is_no_regular_file_stays() {
     let folder = tempfile::tempdir().unwrap();
     let socket = folder.path().join("socket");
     let _listener = std::os::unix::net::UnixListener::bind(&socket).unwrap();
-    match checkpoint::save_tensors(&twice(1.0), &socket) {
+    match weights::save_tensors(&twice(1.0), &socket) {
         Err(error @ Error::Io { .. }) => assert!(error.to_string().contains("not a regular file"), "{error}"),
         other => panic!("{other:?}"),
     }
@@ -158,7 +158,7 @@ fn what_is_no_regular_file_stays() {
 fn a_file_that_cannot_be_written_leaves_the_old_one() {
     let folder = tempfile::tempdir().unwrap();
     let varmap = zeros(&["w"], DType::F32);
-    let io = |path: &Path| match checkpoint::save(&varmap, path) {
+    let io = |path: &Path| match weights::save(&varmap, path) {
         Err(error @ Error::Io { .. }) => assert!(error.to_string().contains(path.to_str().unwrap()), "{error}"),
         other => panic!("{other:?}"),
     };
@@ -168,7 +168,7 @@ fn a_file_that_cannot_be_written_leaves_the_old_one() {
     io(&taken);
     io(&folder.path().join("missing").join("file"));
     assert_eq!(folder.path().read_dir().unwrap().count(), 1);
-    assert!(matches!(checkpoint::save(&varmap, "/"), Err(Error::InvalidArgument { argument: "path", .. })));
+    assert!(matches!(weights::save(&varmap, "/"), Err(Error::InvalidArgument { argument: "path", .. })));
 }
 
 /// Runs itself in a process that may not write files of more than a few blocks, as on a full disk.
@@ -177,7 +177,7 @@ fn a_full_disk_leaves_the_old_file() {
     const FILE: &str = "CANDLE_DDP_TEST_FULL_DISK";
     let big = |value: f32| HashMap::from([("w".to_string(), Tensor::full(value, 50_000, &Device::Cpu).unwrap())]);
     if let Some(file) = std::env::var_os(FILE) {
-        match checkpoint::save_tensors(&big(2.0), &file) {
+        match weights::save_tensors(&big(2.0), &file) {
             Err(error @ Error::Io { .. }) => assert!(error.to_string().contains("writing"), "{error}"),
             other => panic!("{other:?}"),
         }
@@ -185,9 +185,9 @@ fn a_full_disk_leaves_the_old_file() {
     }
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("weights");
-    checkpoint::save_tensors(&big(1.0), &file).unwrap();
+    weights::save_tensors(&big(1.0), &file).unwrap();
     pass_on_a_full_disk(16, module_path!(), "a_full_disk_leaves_the_old_file", (FILE, &file));
-    assert_eq!(floats(&checkpoint::read(&file).unwrap()["w"]), vec![1.0; 50_000]);
+    assert_eq!(floats(&weights::read(&file).unwrap()["w"]), vec![1.0; 50_000]);
     assert_eq!(folder.path().read_dir().unwrap().count(), 1, "no temporary file is left");
 }
 
@@ -200,12 +200,12 @@ fn a_save_that_is_killed_leaves_the_old_file_and_the_next_one_cleans_up() {
     if let Some(file) = std::env::var_os(FILE) {
         // Until it is killed; if the test has failed, until the folder is gone.
         for number in 1.. {
-            checkpoint::save_tensors(&big(number as f32), &file).unwrap();
+            weights::save_tensors(&big(number as f32), &file).unwrap();
         }
     }
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("weights");
-    checkpoint::save_tensors(&big(0.0), &file).unwrap();
+    weights::save_tensors(&big(0.0), &file).unwrap();
     let entries = || folder.path().read_dir().unwrap().count();
     let deadline = Instant::now() + Duration::from_secs(180);
     // It may be killed just after it has renamed its file.
@@ -220,26 +220,26 @@ fn a_save_that_is_killed_leaves_the_old_file_and_the_next_one_cleans_up() {
         child.wait().unwrap();
     }
     assert_eq!(entries(), 2, "the file, and what the process that was killed has left");
-    let found = floats(&checkpoint::read(&file).unwrap()["w"]);
+    let found = floats(&weights::read(&file).unwrap()["w"]);
     assert_eq!(found.len(), ELEMENTS);
     assert!(found.iter().all(|value| *value == found[0]), "the file is one that was saved, as a whole");
-    checkpoint::save_tensors(&twice(7.0), &file).unwrap();
+    weights::save_tensors(&twice(7.0), &file).unwrap();
     assert_eq!(entries(), 1);
-    assert_eq!(floats(&checkpoint::read(&file).unwrap()["w"]), [7.0, 7.0]);
+    assert_eq!(floats(&weights::read(&file).unwrap()["w"]), [7.0, 7.0]);
 }
 
 #[test]
 fn reading_takes_little_more_memory_than_the_tensors() {
     const FILE: &str = "CANDLE_DDP_TEST_READ";
     if let Some(file) = std::env::var_os(FILE) {
-        let (peak, length) = (peak_memory(|| checkpoint::read(&file).unwrap()), fs::metadata(&file).unwrap().len());
+        let (peak, length) = (peak_memory(|| weights::read(&file).unwrap()), fs::metadata(&file).unwrap().len());
         assert!(peak < length + length / 3, "{peak} bytes for a file of {length}");
         return;
     }
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("weights");
     let tensor = |_| Tensor::full(1f32, 4 << 20, &Device::Cpu).unwrap();
-    checkpoint::save_tensors(&(0..3).map(|number| (number.to_string(), tensor(number))).collect(), &file).unwrap();
+    weights::save_tensors(&(0..3).map(|number| (number.to_string(), tensor(number))).collect(), &file).unwrap();
     let child = test_process(module_path!(), "reading_takes_little_more_memory_than_the_tensors")
         .env(FILE, &file)
         .output()

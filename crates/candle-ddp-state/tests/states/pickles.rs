@@ -1,9 +1,9 @@
 //! Loading models from files of `torch.save`: which dict, and tensors that candle cannot have.
-use crate::common::{floats, var};
 use candle_core::{DType, Device};
-use candle_ddp::Error;
-use candle_ddp::checkpoint::{self, LoadOptions};
+use candle_ddp_state::Error;
+use candle_ddp_state::weights::{self, LoadOptions};
 use candle_ddp_testing::torch_file::{archive, dict, floats_of, global, pickle, storage, tensor, text, untyped};
+use candle_ddp_testing::{floats, var};
 use candle_nn::{Init, VarMap};
 use std::io::Write;
 
@@ -34,13 +34,13 @@ fn a_tensor_that_cannot_be_read_counts_only_where_it_is_wanted() {
         };
         let lenient = LoadOptions { strict: false, ..Default::default() };
         let fits = varmap(&["w"]);
-        let report = checkpoint::load_with(&fits, file.path(), lenient.clone()).unwrap();
+        let report = weights::load_with(&fits, file.path(), lenient.clone()).unwrap();
         assert_eq!((report.loaded, report.unexpected), (vec!["w".into()], vec!["scale".into(), "scale2".into()]));
         assert_eq!(floats(&var(&fits, "w")), [0.0, 1.0]);
         let wants = varmap(&["scale2", "w"]);
         for (result, name) in [
-            (checkpoint::load_with(&wants, file.path(), lenient.clone()).map(|_| ()), "scale2: "),
-            (checkpoint::read(file.path()).map(|_| ()), "scale: "),
+            (weights::load_with(&wants, file.path(), lenient.clone()).map(|_| ()), "scale2: "),
+            (weights::read(file.path()).map(|_| ()), "scale: "),
         ] {
             match result {
                 Err(Error::CheckpointFile { reason, .. }) => {
@@ -61,17 +61,17 @@ fn a_dict_under_two_keys_is_found_under_both() {
         let weights = [&empty[..], b"q\x05(", &text("a"), &floats_of(2), &text("b"), &floats_of(3), b"u"].concat();
         for keys in [["best", "state_dict"], ["state_dict", "best"]] {
             let file = file(&dict(&[(keys[0], &weights), (keys[1], b"h\x05")]));
-            let tensors = checkpoint::read(file.path()).unwrap();
+            let tensors = weights::read(file.path()).unwrap();
             assert_eq!((floats(&tensors["a"]), floats(&tensors["b"])), (vec![0.0, 1.0], vec![0.0, 1.0, 2.0]));
             for key in keys {
                 let varmap = VarMap::new();
                 varmap.get(2, "a", Init::Const(7.0), DType::F32, &Device::Cpu).unwrap();
                 let options = LoadOptions { strict: false, key: Some(key.to_string()), ..Default::default() };
-                assert_eq!(checkpoint::load_with(&varmap, file.path(), options).unwrap().loaded, ["a"]);
+                assert_eq!(weights::load_with(&varmap, file.path(), options).unwrap().loaded, ["a"]);
             }
         }
     }
     // A dict that holds itself.
     let own = [&b"}q\x05("[..], &text("w"), &floats_of(2), &text("own"), b"h\x05u"].concat();
-    assert_eq!(checkpoint::read(file(&own).path()).unwrap().len(), 1);
+    assert_eq!(weights::read(file(&own).path()).unwrap().len(), 1);
 }

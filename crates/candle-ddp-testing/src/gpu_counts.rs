@@ -7,7 +7,7 @@ unsafe extern "C" {
 }
 
 /// What this thread has asked of the emulated GPU since the last call, by name. None on a real GPU.
-pub(crate) fn take_counts() -> Option<Vec<(String, usize)>> {
+pub fn take_counts() -> Option<Vec<(String, usize)>> {
     type TakeCounts = unsafe extern "C" fn(*mut c_char, usize) -> usize;
     const NAME: &CStr = c"emulated_gpu_take_counts";
     // SAFETY: null stands for all libraries of the process; the name ends with a zero.

@@ -52,7 +52,7 @@ pub(crate) struct Golden(HashMap<String, Tensor>);
 impl Golden {
     /// Reads the file, which is compiled into the test binary.
     pub(crate) fn load() -> Result<Self> {
-        candle_core::safetensors::load_buffer(include_bytes!("ddp.safetensors"), &Device::Cpu).map(Self)
+        candle_core::safetensors::load_buffer(include_bytes!("../golden/ddp.safetensors"), &Device::Cpu).map(Self)
     }
 
     /// Returns a tensor by its name in the file, such as `sgd.losses`.

@@ -5,7 +5,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 /// The identity. Its backward pass calls this, between the gradients of the layers behind and before it.
-pub(crate) struct Between<F>(pub(crate) F);
+#[derive(Debug)]
+pub struct Between<F>(pub F);
 
 impl<F: Fn() -> Result<()>> CustomOp1 for Between<F> {
     fn name(&self) -> &'static str {
@@ -28,7 +29,7 @@ impl<F: Fn() -> Result<()>> CustomOp1 for Between<F> {
 }
 
 /// The identity. Its backward pass fails while the flag is set.
-pub(crate) fn failing(flag: &Arc<AtomicBool>) -> Between<impl Fn() -> Result<()> + Send + Sync + 'static> {
+pub fn failing(flag: &Arc<AtomicBool>) -> Between<impl Fn() -> Result<()> + Send + Sync + 'static> {
     let flag = Arc::clone(flag);
     Between(move || match flag.load(Ordering::Relaxed) {
         true => candle_core::bail!("out of memory"),

@@ -1,8 +1,8 @@
-//! Dropout's masks and the state of generators. The other tests of dropout are in candle-ddp-nn.
+//! The state of generators, and the masks of dropout that follow from it.
 use candle_core::{DType, Device, Tensor};
-use candle_ddp::checkpoint::StateDict;
-use candle_ddp::nn::dropout;
-use candle_ddp::seed::Generator;
+use candle_ddp_nn::dropout;
+use candle_ddp_state::StateDict;
+use candle_ddp_state::seed::Generator;
 
 #[test]
 fn masks_depend_on_seed_rank_and_state_only() {
