@@ -30,6 +30,7 @@ LISTINGS = {
     "candle_ddp_engine": ROOT / "docs" / "public-api-engine.txt",
     "candle_ddp_pickle": ROOT / "docs" / "public-api-pickle.txt",
     "candle_ddp_rendezvous": ROOT / "docs" / "public-api-rendezvous.txt",
+    "candle_ddp_state": ROOT / "docs" / "public-api-state.txt",
     "candle_ddp_vision": ROOT / "docs" / "public-api-vision.txt",
     "candle_ddp_webdataset": ROOT / "docs" / "public-api-webdataset.txt",
 }
@@ -45,6 +46,7 @@ BUDGETS = {
     "candle_ddp_engine": 70,
     "candle_ddp_pickle": 5,
     "candle_ddp_rendezvous": 67,
+    "candle_ddp_state": 47,
     "candle_ddp_vision": 80,
     "candle_ddp_webdataset": 27,
 }
