@@ -17,7 +17,18 @@ pub struct Construction<'a> {
     pub membership: Option<&'a Membership>,
 }
 
+/// Advice about missing ranks.
+pub(crate) const ABSENT: &str = "Have they created this group too (new_group with the same ranks), or ended? Look for the \
+                                 first error in their output";
+
 impl Construction<'_> {
+    /// The error of `rank` if the ranks `absent` have not come to the rendezvous of their group within `timeout`.
+    #[doc(hidden)]
+    pub fn missing(rank: usize, absent: Vec<usize>, timeout: Duration) -> Error {
+        let reason = format!("they have not come to the rendezvous. {ABSENT}");
+        Error::Connect { rank, peers: absent, timeout, reason }
+    }
+
     pub(crate) fn check(&self) -> Result<()> {
         self.cancelled.map_or(Ok(()), |cancelled| cancelled())
     }

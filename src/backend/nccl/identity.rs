@@ -2,6 +2,7 @@
 //! the ranks.
 use super::comm::{UniqueId, WaitError};
 use super::status::{NcclFailure, Version};
+use crate::backend::Construction;
 use crate::error::Failure;
 use crate::random::random_bytes;
 use crate::rendezvous::{Store, StoreReports};
@@ -45,10 +46,7 @@ pub(super) fn exchange<T>(
     let told = reports.tell(report.as_deref().map_err(|error| *error as _));
     let (rest, _) = opened?;
     told?;
-    let missing = |peers, _| {
-        let reason = "it has not joined the group: look for the first error in its output".to_string();
-        Error::Connect { rank, peers, timeout, reason }
-    };
+    let missing = |absent, _| Construction::missing(rank, absent, timeout);
     let failed = |(peer, reason)| Error::Group(Failure::PeerFailed { peer, reason });
     let reports = reports.hear(Some(timeout), missing)?.map_err(failed)?;
     let decode = |(peer, report): (usize, &Vec<u8>)| {
@@ -248,7 +246,9 @@ mod tests {
         let store = HashStore::new(TIMEOUT);
         let opened = Ok(((), identity(22809, "a", "x")));
         let error = exchange(&store, 1, 3, Duration::from_millis(20), opened).unwrap_err().to_string();
-        assert!(error.contains("rank 1 has no connection to rank(s) [0, 2]"), "{error}");
+        let expected =
+            "rank 1 has no connection to rank(s) [0, 2] (time-out 20ms): they have not come to the rendezvous";
+        assert!(error.contains(expected), "{error}");
     }
 
     #[test]

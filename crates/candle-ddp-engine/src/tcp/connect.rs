@@ -1,8 +1,9 @@
 //! Establishes the first control connections between ranks of different hosts while a group is created. The others, and those
 //! for data, are made at first use ([`reach`](crate::tcp::reach)).
+use crate::construction::ABSENT;
 use crate::error::Failure;
 use crate::hosts::Hosts;
-use crate::tcp::connector::{ABSENT, Connector};
+use crate::tcp::connector::Connector;
 use crate::tcp::door::{Door, Event, Identity};
 use crate::tcp::handshake::Kind;
 use crate::tcp::keys::Keys;

@@ -39,10 +39,6 @@ pub(crate) struct Connector<'a> {
     pub(crate) construction: Construction<'a>,
 }
 
-/// Advice about missing ranks.
-pub(crate) const ABSENT: &str = "Have they created this group too (new_group with the same ranks), or ended? Look for the \
-                                 first error in their output";
-
 impl Connector<'_> {
     pub(crate) fn left(&self) -> Duration {
         // Sockets do not accept a time-out of zero.

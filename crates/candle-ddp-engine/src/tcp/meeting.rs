@@ -4,11 +4,12 @@
 //! with a secret, a proof that its author knows it. The rank that comes last reads all cards, and publishes a table of who may
 //! share memory with whom, in a few bytes for each rank, and one of addresses. The others read the first table and rank 0's card,
 //! and the addresses if there are other hosts.
+use crate::construction::Construction;
 use crate::random::random_bytes;
 use crate::rendezvous::secret::PROOF;
 use crate::rendezvous::{absent_ranks, discard};
 use crate::shm::{PeerInfo, Topic};
-use crate::tcp::connector::{ABSENT, Connector};
+use crate::tcp::connector::Connector;
 use crate::tcp::handshake::{By, Handshake, Kind, SAME_SECRET};
 use crate::{Error, Result};
 use candle_ddp_base::descriptors::{SHORTAGE_HINT, is_shortage};
@@ -158,8 +159,8 @@ impl Connector<'_> {
                 Err(match absent_ranks(self.store, 0..ranks.len(), &nth) {
                     Ok(absent) if absent.is_empty() => self.own.missing(&[], ALL_THERE),
                     Ok(absent) => {
-                        let absent: Vec<usize> = absent.into_iter().map(|index| ranks[index]).collect();
-                        self.own.missing(&absent, format!("they have not come to the rendezvous. {ABSENT}"))
+                        let absent = absent.into_iter().map(|index| ranks[index]).collect();
+                        Construction::missing(self.own.rank, absent, self.own.timeout)
                     }
                     // The store does not answer.
                     Err(_) => Error::StoreTimeout { operation, store, timeout: self.own.timeout, reason },
