@@ -1,13 +1,15 @@
 //! Each rank's part of a dataset, in batches: [`DataLoader`]. The order is the [`DistributedSampler`]'s, or another
 //! [`Order`], such as [`WeightedSampler`] and [`LengthBatches`]. [`TensorDataset`] has its samples in memory, [`TarShards`] in tar
 //! files, and [`randperm`] is PyTorch's permutation. `docs/data.md` shows how they are used.
-use crate::backend::label;
+use crate::backend::Purpose;
 use crate::process_group::ProcessGroup;
 use crate::{Error, Result};
 use candle_core::Device;
 #[doc(no_inline)]
 pub use candle_ddp_data::*;
 use std::ops::Range;
+
+static LOADER_NEW: Purpose = Purpose::of("DataLoader::new");
 
 impl candle_ddp_data::LoaderGroup for ProcessGroup {
     fn rank(&self) -> usize {
@@ -31,6 +33,6 @@ impl candle_ddp_data::LoaderGroup for ProcessGroup {
     }
 
     fn compare_loaders(&self, description: std::result::Result<String, &Error>) -> Result<Option<(usize, String)>> {
-        label::LOADER_NEW.during(|| self.compare(description, "it could not make its DataLoader"))
+        LOADER_NEW.during(|| self.compare(description, "it could not make its DataLoader"))
     }
 }

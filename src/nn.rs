@@ -1,6 +1,6 @@
 //! Layers and functions with correct gradients that are fast on CPUs: everything in [`candle_ddp_nn`], a drop-in for candle-nn,
 //! and [`sync_batch_norm`].
-use crate::backend::label;
+use crate::backend::Purpose;
 use crate::goes_with::Feature;
 use crate::process_group::ProcessGroup;
 use crate::{Error, ReduceOp};
@@ -8,6 +8,9 @@ use candle_core::{Result, Tensor};
 #[doc(no_inline)]
 pub use candle_ddp_nn::*;
 use std::sync::Arc;
+
+static BATCH_NORM: Purpose = Purpose::of("SyncBatchNorm's statistics");
+static BATCH_NORM_BACKWARD: Purpose = Purpose::of("SyncBatchNorm's gradients");
 
 /// A [`BatchNorm`] that, in training, computes means and variances over the batches of all ranks of `group` together:
 /// PyTorch's `SyncBatchNorm`. It has the same names in the `VarMap` (`weight`, `bias`, `running_mean`,
@@ -87,12 +90,12 @@ impl BatchNormGroup for ProcessGroup {
     fn all_gather(&self, mine: &Tensor) -> Result<Tensor> {
         let all = Tensor::zeros((self.world_size(), mine.elem_count()), mine.dtype(), mine.device())?;
         let group = statistics_group(self)?;
-        label::BATCH_NORM.during(|| group.all_gather(&all, mine))?;
+        BATCH_NORM.during(|| group.all_gather(&all, mine))?;
         Ok(all)
     }
 
     fn all_reduce(&self, sums: &Tensor) -> Result<()> {
         let group = statistics_group(self)?;
-        Ok(label::BATCH_NORM_BACKWARD.during(|| group.all_reduce(sums, ReduceOp::Sum))?)
+        Ok(BATCH_NORM_BACKWARD.during(|| group.all_reduce(sums, ReduceOp::Sum))?)
     }
 }

@@ -1,5 +1,5 @@
 //! Whether gradients are finite on all ranks, as their GPUs know it before the host does.
-use crate::backend::label;
+use crate::ddp::gradients::scaled::UNSCALE;
 use crate::kernels::{self, Incoming};
 use crate::process_group::ProcessGroup;
 use crate::{ReduceOp, Result};
@@ -23,7 +23,7 @@ impl Verdict {
                 // As `scaled::share_verdict`. Zero times an infinity is NaN.
                 let overflow = numbers.narrow(0, 1, 1)?.affine(0., 0.)?;
                 let pair = Tensor::cat(&[&overflow.ones_like()?, &overflow], 0)?;
-                label::UNSCALE.during(|| group.all_reduce(&pair, ReduceOp::Sum))?;
+                UNSCALE.during(|| group.all_reduce(&pair, ReduceOp::Sum))?;
                 pair
             }
         };

@@ -1,79 +1,66 @@
 //! The purposes of this crate's own collectives, as messages show them: `all_gather(i64[1]) for save_distributed`.
-pub(crate) use candle_ddp_engine::Label;
-use std::sync::Once;
+use candle_ddp_engine::Label;
+use std::sync::OnceLock;
 
-macro_rules! labels {
-    ($($name:ident = $text:literal;)*) => {
-        $(pub(crate) const $name: Label = Label::of($text);)*
-
-        const TEXTS: &[&str] = &[$($text),*];
-    };
+/// The purpose of a feature's collectives, beside the code that makes them. Its text is known to this process once they are made, and ranks
+/// that make others hear of it when something fails.
+pub(crate) struct Purpose {
+    text: &'static str,
+    label: OnceLock<Label>,
 }
 
-labels! {
-    BROADCAST_OBJECT = "broadcast_object";
-    ALL_GATHER_OBJECT = "all_gather_object";
-    GATHER_OBJECT = "gather_object";
-    SCATTER_OBJECT = "scatter_object";
-    SEND_OBJECT = "send_object";
-    MESH = "mesh";
-    ALL_GATHER_VARIED = "all_gather_varied";
-    ALL_REDUCE_SCALARS = "all_reduce_scalars";
-    DDP_NEW = "DistributedDataParallel::new";
-    DDP_HOOK = "register_comm_hook";
-    DDP_BUFFERS = "rank 0's variables, which DistributedDataParallel broadcasts";
-    DDP_ORDER = "the order of DistributedDataParallel's buckets";
-    DDP_REPLICAS = "the comparison of DistributedDataParallel's replicas";
-    DDP_NON_FINITE = "which gradient was not finite";
-    DDP_USED = "the used flags of DistributedDataParallel's parameters";
-    JOIN = "ddp.join (call no collectives inside)";
-    JOIN_NEW = "join";
-    JOIN_SYNC = "Joined::sync";
-    LOADER_NEW = "DataLoader::new";
-    BATCH_NORM = "SyncBatchNorm's statistics";
-    BATCH_NORM_BACKWARD = "SyncBatchNorm's gradients";
-    WITH_GRAD = "a collective with a gradient";
-    WITH_GRAD_BACKWARD = "the gradient of a collective";
-    ALL_TO_ALL_VARIED = "all_to_all_varied";
-    UNSCALE = "GradScaler::unscale";
-    STOP = "agree_on_stop";
-    SPEED = "share_by_speed";
-    AVERAGER = "PeriodicModelAverager::average_parameters";
-    UPDATE_BN = "update_bn";
-    OPTIMIZER_NEW = "FusedOptimizer::new";
-    OPTIMIZER_STEP = "Optimizer::step";
-    OPTIMIZER_NORM = "Optimizer::clip_grad_norm";
-    OPTIMIZER_STATE = "an optimizer's state_dict";
-    OPTIMIZER_SAVE = "Optimizer::save_distributed";
-    OPTIMIZER_LOAD = "Optimizer::load_distributed";
-    ELASTIC = "elastic::run's synchronisation of the state";
-    ELASTIC_MIRROR = "the shards that elastic::State mirrors";
-    SAVE = "save_distributed";
-    SAVE_ADAPTER = "save_adapter";
-    SAVE_PRETRAINED = "save_pretrained";
-    LOAD = "load_distributed";
-    CHECKPOINTER_NEW = "Checkpointer::new";
-    CHECKPOINTER_SAVE = "Checkpointer::save";
-    CHECKPOINTER_WRITE = "the background write of Checkpointer::save";
-    CHECKPOINTER_LOAD = "Checkpointer::load_latest";
-}
+impl Purpose {
+    /// No other purpose has this text.
+    pub(crate) const fn of(text: &'static str) -> Self {
+        Self { text, label: OnceLock::new() }
+    }
 
-/// Makes the texts of all labels known to this process, which may hear of them from other ranks before it uses them.
-pub(crate) fn register() {
-    static ONCE: Once = Once::new();
-    ONCE.call_once(|| TEXTS.iter().for_each(|text| _ = Label::register(*text)));
+    /// Gives this label to the calls that `work` makes on this thread, unless they have one already.
+    pub(crate) fn during<T>(&self, work: impl FnOnce() -> T) -> T {
+        self.label.get_or_init(|| Label::register(self.text)).during(work)
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::collections::HashMap;
+    use std::path::Path;
+
+    /// The texts of all purposes in the sources of `folder`.
+    fn texts(folder: &Path, found: &mut Vec<String>) {
+        for entry in folder.read_dir().unwrap() {
+            let path = entry.unwrap().path();
+            if path.is_dir() {
+                texts(&path, found);
+            } else {
+                let source = std::fs::read_to_string(&path).unwrap();
+                let after = source.split(concat!("Purpose", "::of(")).skip(1);
+                found.extend(after.map(|rest| rest.split('"').nth(1).unwrap().to_string()));
+            }
+        }
+    }
 
     #[test]
-    fn every_label_has_a_text_of_its_own() {
-        register();
-        for (index, text) in TEXTS.iter().enumerate() {
-            assert_eq!(Label::of(text).text().as_deref(), Some(*text));
-            assert!(TEXTS[..index].iter().all(|other| Label::of(other) != Label::of(text)), "{text}");
+    fn every_purpose_has_a_text_and_a_number_of_its_own() {
+        let mut all = Vec::new();
+        texts(&Path::new(env!("CARGO_MANIFEST_DIR")).join("src"), &mut all);
+        assert!(all.len() > 20, "{all:?}");
+        let mut labels = HashMap::new();
+        for text in all {
+            if let Some(other) = labels.insert(Label::register(text.as_str()), text.clone()) {
+                panic!("{other:?} and {text:?} have the same number");
+            }
         }
+    }
+
+    #[test]
+    fn the_calls_of_a_purpose_have_its_label() {
+        static OUTER: Purpose = Purpose::of("the purpose of a test");
+        static INNER: Purpose = Purpose::of("the purpose of its part");
+        let outer = OUTER.during(Label::current);
+        assert_eq!(outer, Label::register("the purpose of a test"));
+        assert_eq!(OUTER.during(|| INNER.during(Label::current)), outer);
+        assert_ne!(INNER.during(Label::current), outer);
     }
 }

@@ -4,7 +4,7 @@ mod bytes;
 mod check;
 pub(crate) mod collective;
 pub mod cpu;
-pub(crate) mod label;
+mod label;
 // Without the feature, the same names return errors. This is the only difference between the two builds.
 #[cfg(feature = "nccl")]
 pub mod nccl;
@@ -21,6 +21,7 @@ pub(crate) use candle_ddp_engine::{CallSite, Construction, Label};
 pub(crate) use check::on_device;
 pub(crate) use collective::Access;
 pub use collective::Collective;
+pub(crate) use label::Purpose;
 pub use work::Completion;
 pub(crate) use work::Work;
 

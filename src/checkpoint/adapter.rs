@@ -1,7 +1,7 @@
 //! The tensors that LoRA trains, in peft's files.
 use super::distributed::Saving;
 use super::{LoadOptions, LoadReport};
-use crate::backend::label;
+use crate::backend::Purpose;
 use crate::nn::{LoraBias, LoraConfig};
 use crate::panic::lock;
 use crate::process_group::ProcessGroup;
@@ -15,6 +15,8 @@ use std::fs::{self, File};
 use std::io::Read;
 use std::path::Path;
 use std::sync::Arc;
+
+static SAVE_ADAPTER: Purpose = Purpose::of("save_adapter");
 
 const TENSORS: &str = "adapter_model.safetensors";
 const CONFIG: &str = "adapter_config.json";
@@ -55,7 +57,7 @@ pub fn save_adapter(
     folder: impl AsRef<Path>,
 ) -> Result<()> {
     let folder = folder.as_ref();
-    label::SAVE_ADAPTER.during(|| {
+    SAVE_ADAPTER.during(|| {
         let is_first = group.rank() == 0;
         let made = named(config, varmap).and_then(|named| {
             let made = if is_first { fs::create_dir_all(folder) } else { Ok(()) };

@@ -1,7 +1,7 @@
 //! Checkpoints of several ranks: all succeed, or all fail.
 use super::hashes::OfRanks;
 use super::{LoadOptions, LoadReport};
-use crate::backend::label;
+use crate::backend::Purpose;
 use crate::error::describe;
 use crate::panic::lock;
 use crate::placement::Placement;
@@ -15,6 +15,9 @@ use candle_nn::VarMap;
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
+
+static SAVE: Purpose = Purpose::of("save_distributed");
+static LOAD: Purpose = Purpose::of("load_distributed");
 
 /// Rank 0 writes the variables of `varmap`, as [`save`](super::save) does; every rank calls it. Once it returns, the
 /// file exists, and every rank on the same file system may read it. Under [sharding](crate::Sharding) all ranks send rank 0 their
@@ -33,7 +36,7 @@ use std::path::{Path, PathBuf};
 pub fn save_distributed(group: &ProcessGroup, varmap: &VarMap, path: impl AsRef<Path>) -> Result<()> {
     let saving = Saving::new(varmap);
     let names = saving.sizes().into_iter().map(|(name, _)| name).collect();
-    label::SAVE.during(|| saving.write(group, &[(path.as_ref().to_path_buf(), names)]))
+    SAVE.during(|| saving.write(group, &[(path.as_ref().to_path_buf(), names)]))
 }
 
 /// The variables of a model that are saved by several ranks.
@@ -153,7 +156,7 @@ pub fn load_distributed(
     let hashed = if is_sharded { Hashed::Needed } else { Hashed::All };
     let source = Source::open(path, options.key.as_deref());
     let read = source.and_then(|source| Prepared::read(varmap, path, source, &options, hashed));
-    label::LOAD.during(|| {
+    LOAD.during(|| {
         let (prepared, hashes) = group.agree(read)?;
         match is_sharded {
             true => OfRanks(hashes).check(group)?,

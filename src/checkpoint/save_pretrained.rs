@@ -1,6 +1,6 @@
 //! Writing the files of Hugging Face's folders.
 use super::distributed::Saving;
-use crate::backend::label;
+use crate::backend::Purpose;
 use crate::process_group::ProcessGroup;
 use crate::state::file::{PreparedFile, Progress};
 use crate::{Error, Result};
@@ -9,6 +9,8 @@ use candle_nn::VarMap;
 use serde_json::json;
 use std::collections::BTreeMap;
 use std::path::Path;
+
+static SAVE_PRETRAINED: Purpose = Purpose::of("save_pretrained");
 
 /// Writes the variables of `varmap` as Hugging Face's libraries do, for [`Pretrained`](super::Pretrained) and transformers'
 /// `from_pretrained`: `model.safetensors`, or, if that would have more than `max_shard_size` bytes of tensors,
@@ -27,7 +29,7 @@ pub fn save_pretrained(
     max_shard_size: u64,
 ) -> Result<()> {
     let folder = folder.as_ref();
-    label::SAVE_PRETRAINED.during(|| {
+    SAVE_PRETRAINED.during(|| {
         let is_first = group.rank() == 0;
         let found = [INDEX, SINGLE].iter().find(|name| is_first && folder.join(name).exists());
         group.agree(match found {

@@ -17,7 +17,6 @@ mod tests;
 pub use options::ElasticOptions;
 pub use state::State;
 
-use crate::backend::label;
 use crate::error::Failure;
 use crate::panic::panic_message;
 use crate::process_group::ProcessGroup;
@@ -25,6 +24,7 @@ use crate::state::Parts;
 use crate::warnings::warn_aloud;
 use crate::{Error, Result};
 use membership::Membership;
+use shards::ELASTIC;
 use std::fmt::Display;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::time::{Duration, Instant};
@@ -138,7 +138,7 @@ where
             }
             is_new = false;
             // Until all ranks have the commit, it may be lost with a single one.
-            label::ELASTIC.during(|| pg.barrier())?;
+            ELASTIC.during(|| pg.barrier())?;
             if !membership.continues() {
                 // Nobody continues without this rank.
                 state.shards.unlink();

@@ -1,13 +1,16 @@
 //! A rank's share of the states that are spread over the ranks: its own shard, and the one that it mirrors.
 use super::placement::{self, Transfer, owner};
 use super::shard::{Layout, Shard};
-use crate::backend::{P2pOp, Work, label};
+use crate::backend::{P2pOp, Purpose, Work};
 use crate::process_group::{ProcessGroup, report_length};
 use crate::state::{Dict, Saved, StateDict, insert_needed};
 use crate::{Error, Result};
 use candle_core::{Device, Tensor};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
+
+pub(super) static ELASTIC: Purpose = Purpose::of("elastic::run's synchronisation of the state");
+static ELASTIC_MIRROR: Purpose = Purpose::of("the shards that elastic::State mirrors");
 
 /// The shards of the last two commits.
 ///
@@ -86,7 +89,7 @@ impl Shards {
         let mut shards = BTreeMap::new();
         if world_size > 1 {
             let spare = spare.remove(&link.from);
-            shards.insert(link.from, label::ELASTIC_MIRROR.during(|| link.exchange(&own, spare))?);
+            shards.insert(link.from, ELASTIC_MIRROR.during(|| link.exchange(&own, spare))?);
         }
         shards.insert(rank, own);
         self.held.push(Held { commit, world_size, shards });
@@ -107,7 +110,7 @@ impl Shards {
             for (shard, dict) in all.iter_mut().enumerate() {
                 let root = owner(shard, group.world_size());
                 let own = if root == group.rank() { own(shard)? } else { Dict::new() };
-                for (key, tensor) in label::ELASTIC.during(|| group.broadcast_tensors(&own, root))? {
+                for (key, tensor) in ELASTIC.during(|| group.broadcast_tensors(&own, root))? {
                     let needed = share.needs(&key, tensor.elem_count());
                     let mut part = tensor.flatten_all()?.narrow(0, needed.start, needed.len())?;
                     if (1..tensor.elem_count()).contains(&needed.len()) {

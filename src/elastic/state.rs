@@ -1,6 +1,5 @@
 //! The state of a training run, and its last commit.
-use super::shards::Shards;
-use crate::backend::label;
+use super::shards::{ELASTIC, Shards};
 use crate::panic::lock;
 use crate::placement::Spread;
 use crate::process_group::{ProcessGroup, WeakProcessGroup};
@@ -181,9 +180,9 @@ impl<S: Parts> State<S> {
     /// Finds parts that ranks have computed separately, before a rank dies and the others get one rank's.
     fn compare(&mut self, group: &ProcessGroup) -> Result<()> {
         let fingerprints = self.fingerprints();
-        let fingerprints = label::ELASTIC.during(|| group.agree(fingerprints))?;
+        let fingerprints = ELASTIC.during(|| group.agree(fingerprints))?;
         let states: Vec<_> = fingerprints.iter().map(|(name, fingerprint)| (name.as_str(), fingerprint)).collect();
-        label::ELASTIC.during(|| group.compare_states(&states))
+        ELASTIC.during(|| group.compare_states(&states))
     }
 
     /// The hashes of the last commit's tensors, by part.

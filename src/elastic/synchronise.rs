@@ -1,8 +1,7 @@
 //! Bringing all ranks of a generation to the same commit.
 use super::placement::ring;
-use super::shards::Holding;
+use super::shards::{ELASTIC, Holding};
 use super::state::State;
-use crate::backend::label;
 use crate::host::host_identity;
 use crate::process_group::ProcessGroup;
 use crate::state::{Parts, summary};
@@ -58,16 +57,16 @@ pub(super) fn synchronise<S: Parts>(state: &mut State<S>, pg: &ProcessGroup, ent
     }
     let ring = ring(&all.iter().map(|standing| standing.host.as_str()).collect::<Vec<_>>());
     let holdings: Vec<Vec<Holding>> = all.iter().map(|standing| standing.shards.clone()).collect();
-    let shards = label::ELASTIC.during(|| state.shards.gather(commits, &holdings, &ring, pg))?;
+    let shards = ELASTIC.during(|| state.shards.gather(commits, &holdings, &ring, pg))?;
     if is_old && all.iter().all(|standing| (standing.commits, standing.is_old) == (commits, true)) {
         state.roll_back()?;
     } else {
-        let committed = label::ELASTIC.during(|| pg.broadcast_tensors(state.committed(), root))?;
+        let committed = ELASTIC.during(|| pg.broadcast_tensors(state.committed(), root))?;
         log::debug!("rank {}: took over commit {commits} of rank {root}", pg.rank());
         state.adopt(commits, committed)?;
     }
     state.shards.settle(shards, &ring, pg);
-    label::ELASTIC.during(|| state.roll_back_own())?;
+    ELASTIC.during(|| state.roll_back_own())?;
     state.enter(pg)
 }
 
@@ -83,10 +82,10 @@ fn standings<S: Parts>(
     let host = format!("{:x}", host_identity(None));
     // All ranks gather, even one that cannot read its own commit.
     let fingerprints = if is_new { Ok(BTreeMap::new()) } else { state.fingerprints() };
-    let fingerprints = label::ELASTIC.during(|| pg.agree(fingerprints))?;
+    let fingerprints = ELASTIC.during(|| pg.agree(fingerprints))?;
     let parts = fingerprints.iter().map(|(name, fingerprint)| (name.clone(), summary(fingerprint))).collect();
     let own = Standing { commits, is_old: !is_new, has_begun, has_loaded, host, shards, parts };
-    label::ELASTIC.during(|| pg.all_gather_object(&own))
+    ELASTIC.during(|| pg.all_gather_object(&own))
 }
 
 /// Announces from where the run continues after all its ranks were lost, or ends it. All ranks take over the state of

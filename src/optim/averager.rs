@@ -1,5 +1,5 @@
 //! Post-local SGD: ranks train independently, and their weights are averaged periodically.
-use crate::backend::{ReduceOp, label};
+use crate::backend::{Purpose, ReduceOp};
 use crate::error::describe;
 use crate::placement::Placement;
 use crate::process_group::ProcessGroup;
@@ -10,6 +10,8 @@ use crate::variables::Parameters;
 use crate::{Error, Result};
 use candle_core::{Tensor, Var};
 use std::collections::HashMap;
+
+static AVERAGER: Purpose = Purpose::of("PeriodicModelAverager::average_parameters");
 
 /// Averages parameters over the ranks every few steps: PyTorch's `PeriodicModelAverager`.
 ///
@@ -84,7 +86,7 @@ impl PeriodicModelAverager {
         if self.agreed.as_ref() == Some(&described) {
             return Ok(());
         }
-        match label::AVERAGER.during(|| self.group.compare(Ok(described.clone()), "it has no parameters"))? {
+        match AVERAGER.during(|| self.group.compare(Ok(described.clone()), "it has no parameters"))? {
             Some((rank, difference)) => Err(Error::Mismatch { what: "list of parameters", rank, difference }),
             None => {
                 self.agreed = Some(described);
@@ -104,7 +106,7 @@ fn average(group: &ProcessGroup, parameters: &[(String, Var)]) -> Result<()> {
         // Divided first, like gradients, so that the sum cannot overflow. The product never shares a variable's
         // storage.
         let flat = (Tensor::cat(&parts, 0)? * scale)?.detach();
-        let work = label::AVERAGER.during(|| group.all_reduce_async(&flat, ReduceOp::Sum))?;
+        let work = AVERAGER.during(|| group.all_reduce_async(&flat, ReduceOp::Sum))?;
         messages.push((vars, flat, work));
     }
     for (vars, flat, work) in messages {

@@ -2,7 +2,7 @@
 use super::rule::not_negative;
 use super::shards;
 use crate::amp::GradScaler;
-use crate::backend::label;
+use crate::backend::Purpose;
 use crate::placement::Placement;
 use crate::process_group::ProcessGroup;
 use crate::state::file::WriteJob;
@@ -14,6 +14,9 @@ use candle_ddp_state::weights::LoadReport;
 use std::borrow::Cow;
 use std::collections::{BTreeSet, HashMap};
 use std::path::Path;
+
+pub(super) static OPTIMIZER_SAVE: Purpose = Purpose::of("Optimizer::save_distributed");
+static OPTIMIZER_LOAD: Purpose = Purpose::of("Optimizer::load_distributed");
 
 /// An optimizer: [`FusedOptimizer`](super::FusedOptimizer) (AdamW, Adam, SGD, LAMB, Muon) or one of your own. A program that chooses one
 /// at run time can use a `Box<dyn Optimizer>`:
@@ -159,7 +162,7 @@ pub trait Optimizer: StateDict {
     fn save_distributed(&self, group: &ProcessGroup, path: &Path) -> Result<()> {
         let write = || WriteJob::new(path, &self.state_dict()?);
         let job = (group.rank() == 0).then(write).transpose();
-        label::OPTIMIZER_SAVE.during(|| group.write_together(job)).map(drop)
+        OPTIMIZER_SAVE.during(|| group.write_together(job)).map(drop)
     }
 
     /// Loads a file of [`save_distributed`](Self::save_distributed) or [`StateDict::save`] on every rank, or a folder to which an earlier
@@ -170,8 +173,8 @@ pub trait Optimizer: StateDict {
     /// own error, the others get [`Error::RankFailed`].
     fn load_distributed(&mut self, group: &ProcessGroup, path: &Path) -> Result<()> {
         let prepared = shards::read(path).and_then(|saved| self.prepare(saved, group.rank(), group.world_size()));
-        let loaded = label::OPTIMIZER_LOAD.during(|| group.agree(prepared))?();
-        label::OPTIMIZER_LOAD.during(|| group.agree(loaded))
+        let loaded = OPTIMIZER_LOAD.during(|| group.agree(prepared))?();
+        OPTIMIZER_LOAD.during(|| group.agree(loaded))
     }
 }
 

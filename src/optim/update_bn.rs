@@ -1,5 +1,5 @@
 //! The running statistics of batch normalisation for averaged weights.
-use crate::backend::label;
+use crate::backend::Purpose;
 use crate::ddp::DistributedDataParallel;
 use crate::nn::no_grad;
 use crate::process_group::ProcessGroup;
@@ -7,6 +7,8 @@ use crate::tensor::copy;
 use crate::{Error, ReduceOp, Result};
 use candle_core::{DType, Tensor, Var};
 use candle_ddp_nn::with_cumulative_statistics;
+
+static UPDATE_BN: Purpose = Purpose::of("update_bn");
 
 /// Computes the running statistics of all [`BatchNorm`](crate::nn::BatchNorm)s of `ddp` anew, for weights that it has not been trained with,
 /// such as averages: PyTorch's `torch.optim.swa_utils.update_bn`. They become the statistics over all `batches` of all ranks, each with the same weight,
@@ -105,9 +107,9 @@ impl Statistic {
 
 /// Replaces each statistic by its mean over the ranks, in which it has this rank's count as its weight.
 fn average(group: &ProcessGroup, passed: Result<()>, statistics: &[Statistic], counts: &[f64]) -> Result<()> {
-    label::UPDATE_BN.during(|| group.agree(passed))?;
+    UPDATE_BN.during(|| group.agree(passed))?;
     let all = Tensor::new(counts, group.device())?;
-    label::UPDATE_BN.during(|| group.all_reduce(&all, ReduceOp::Sum))?;
+    UPDATE_BN.during(|| group.all_reduce(&all, ReduceOp::Sum))?;
     let all = all.to_vec1::<f64>()?;
     if all.iter().sum::<f64>() == 0. {
         let reason = "no BatchNorm of candle_ddp::nn has run in training mode: there must be batches, and `forward` must call forward_t with true";
@@ -120,7 +122,7 @@ fn average(group: &ProcessGroup, passed: Result<()>, statistics: &[Statistic], c
         if **here > 0. { value * (**here / **all) } else { value.zeros_like() }
     });
     let means = Tensor::cat(&parts.collect::<candle_core::Result<Vec<_>>>()?, 0)?.detach();
-    label::UPDATE_BN.during(|| group.all_reduce(&means, ReduceOp::Sum))?;
+    UPDATE_BN.during(|| group.all_reduce(&means, ReduceOp::Sum))?;
     let means = copy::views(&means, used.iter().map(|(one, _)| one.var.shape()))?;
     for ((Statistic { var, .. }, _), mean) in used.into_iter().zip(means) {
         var.set(&mean.to_dtype(var.dtype())?.to_device(var.device())?)?;

@@ -1,10 +1,12 @@
 //! How ranks with inputs announce their next collectives to ranks that have run out.
 use super::ProcessGroup;
-use crate::backend::label;
+use crate::backend::Purpose;
 use crate::panic::lock;
 use crate::{Error, Result};
 use candle_core::{DType, Tensor};
 use std::sync::{Arc, Mutex};
+
+static JOIN: Purpose = Purpose::of("ddp.join (call no collectives inside)");
 
 /// An operation of a training step that needs all ranks, including those that have no inputs left.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -168,7 +170,7 @@ impl ProcessGroup {
         let device = self.device();
         let all = Tensor::zeros(self.world_size(), DType::I64, device)?;
         let own = Tensor::new(&[own.map_or(Operation::NOTHING, Operation::encode)], device)?;
-        label::JOIN.during(|| self.all_gather_async(&all, &own)?.synchronize())?;
+        JOIN.during(|| self.all_gather_async(&all, &own)?.synchronize())?;
         let codes = all.to_vec1::<i64>()?;
         let (active, exhausted): (Vec<usize>, Vec<usize>) =
             (0..codes.len()).partition(|rank| codes[*rank] != Operation::NOTHING);

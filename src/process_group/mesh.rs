@@ -1,12 +1,14 @@
 //! Ranks in rows and columns.
 use super::ProcessGroup;
 use super::reports::same_on_all;
-use crate::backend::{CallSite, label};
+use crate::backend::{CallSite, Purpose};
 use crate::panic::lock;
 use crate::{Error, Result};
 use std::collections::BTreeMap;
 use std::panic::Location;
 use std::sync::{Arc, Mutex};
+
+static MESH: Purpose = Purpose::of("mesh");
 
 /// The ranks of a group as an array of several dimensions, such as hosts and the devices of each, with a group for each line of it:
 /// PyTorch's `DeviceMesh`. Made by [`ProcessGroup::mesh`].
@@ -62,7 +64,7 @@ impl ProcessGroup {
     /// for each dimension, or, on every rank, if ranks pass different arguments; and errors of [`new_group`](Self::new_group).
     #[track_caller]
     pub fn mesh(&self, shape: &[usize], names: &[&str]) -> Result<DeviceMesh> {
-        CallSite::during(Location::caller(), || label::MESH.during(|| self.make_mesh(shape, names, false)))
+        CallSite::during(Location::caller(), || MESH.during(|| self.make_mesh(shape, names, false)))
     }
 
     /// The groups in which `ranks` consecutive ranks are, a divisor of the world size, and those of the ranks that have the same place in
@@ -70,7 +72,7 @@ impl ProcessGroup {
     #[track_caller]
     pub(crate) fn hybrid(&self, ranks: usize) -> Result<(Self, Self)> {
         let shape = [self.world_size() / ranks, ranks];
-        let make = || label::MESH.during(|| self.make_mesh(&shape, &["replicate", "shard"], true));
+        let make = || MESH.during(|| self.make_mesh(&shape, &["replicate", "shard"], true));
         let mesh = CallSite::during(Location::caller(), make)?;
         let (within, mut across) = (mesh.get_group("shard")?.clone(), mesh.get_group("replicate")?.clone());
         if ranks == 1 {
@@ -200,7 +202,7 @@ impl DeviceMesh {
             same_on_all("dimensions", &self.whole.pg.all_gather_object(&dims)?)?;
             self.whole.dimension(name, of)
         };
-        let dims = vec![CallSite::during(Location::caller(), || label::MESH.during(flatten))?];
+        let dims = vec![CallSite::during(Location::caller(), || MESH.during(flatten))?];
         Ok(Self { dims, whole: Arc::clone(&self.whole) })
     }
 

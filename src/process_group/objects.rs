@@ -1,7 +1,7 @@
 //! Sends numbers and values of the program between ranks, such as metrics, options and decisions.
 use super::ProcessGroup;
 use super::reports::LONGEST_REPORT;
-use crate::backend::{CallSite, ReduceOp, label};
+use crate::backend::{CallSite, Purpose, ReduceOp};
 use crate::cbor;
 use crate::rendezvous::{decode_report, encode_report};
 use crate::{Error, Result};
@@ -9,6 +9,13 @@ use candle_core::Tensor;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use std::panic::Location;
+
+static BROADCAST_OBJECT: Purpose = Purpose::of("broadcast_object");
+static ALL_GATHER_OBJECT: Purpose = Purpose::of("all_gather_object");
+static GATHER_OBJECT: Purpose = Purpose::of("gather_object");
+static SCATTER_OBJECT: Purpose = Purpose::of("scatter_object");
+static SEND_OBJECT: Purpose = Purpose::of("send_object");
+static ALL_REDUCE_SCALARS: Purpose = Purpose::of("all_reduce_scalars");
 
 impl ProcessGroup {
     /// Reduces a few numbers over the ranks in one call, such as the sums and counts for metrics. Every rank must pass
@@ -39,7 +46,7 @@ impl ProcessGroup {
         let tensor = Tensor::from_slice(&values, N, self.device())?;
         // `synchronize` is needed: after `all_reduce`, a GPU may still read the contents left by a failed call.
         CallSite::during(Location::caller(), || {
-            label::ALL_REDUCE_SCALARS.during(|| self.all_reduce_async(&tensor, op)?.synchronize())
+            ALL_REDUCE_SCALARS.during(|| self.all_reduce_async(&tensor, op)?.synchronize())
         })?;
         let mut reduced = values;
         reduced.copy_from_slice(&tensor.to_vec1::<f64>()?);
@@ -76,9 +83,8 @@ impl ProcessGroup {
         });
         let report = own.as_ref().map(|bytes| encode_report(bytes.as_deref().map_err(|error| error as _)));
         let report = report.as_deref();
-        let report = CallSite::during(Location::caller(), || {
-            label::BROADCAST_OBJECT.during(|| self.broadcast_bytes(report, root))
-        })?;
+        let report =
+            CallSite::during(Location::caller(), || BROADCAST_OBJECT.during(|| self.broadcast_bytes(report, root)))?;
         if let Some(own) = own {
             own?;
         }
@@ -111,7 +117,7 @@ impl ProcessGroup {
     pub fn all_gather_object<T: Serialize + DeserializeOwned>(&self, object: &T) -> Result<Vec<T>> {
         let own = to_bytes(object);
         let reports = CallSite::during(Location::caller(), || {
-            label::ALL_GATHER_OBJECT.during(|| self.gather_byte_reports(own.as_deref()))
+            ALL_GATHER_OBJECT.during(|| self.gather_byte_reports(own.as_deref()))
         });
         own?;
         let reports = reports?.map_err(|(rank, reason)| self.rank_failed(rank, reason))?;
@@ -151,7 +157,7 @@ impl ProcessGroup {
             let all: Vec<Result<T>> = all.collect();
             all.into_iter().collect::<Result<_>>().map(Some)
         };
-        CallSite::during(Location::caller(), || label::GATHER_OBJECT.during(gather))
+        CallSite::during(Location::caller(), || GATHER_OBJECT.during(gather))
     }
 
     /// Returns `objects[rank]` of rank `root` on each rank; the others pass `None`. PyTorch's `scatter_object_list`. Objects are
@@ -191,7 +197,7 @@ impl ProcessGroup {
             others.try_for_each(|(rank, bytes)| self.send_bytes(bytes, rank))?;
             from_bytes(&own[root], root)
         };
-        CallSite::during(Location::caller(), || label::SCATTER_OBJECT.during(scatter))
+        CallSite::during(Location::caller(), || SCATTER_OBJECT.during(scatter))
     }
 
     /// Sends an object to rank `peer`, which must call [`recv_object`](Self::recv_object): PyTorch's `send_object_list`, for one
@@ -216,7 +222,7 @@ impl ProcessGroup {
     pub fn send_object<T: Serialize>(&self, object: &T, peer: usize) -> Result<()> {
         let own = to_bytes(object);
         let report = encode_report(own.as_deref().map_err(|error| error as _));
-        CallSite::during(Location::caller(), || label::SEND_OBJECT.during(|| self.send_bytes(&report, peer)))?;
+        CallSite::during(Location::caller(), || SEND_OBJECT.during(|| self.send_bytes(&report, peer)))?;
         own.map(drop)
     }
 
@@ -227,7 +233,7 @@ impl ProcessGroup {
     /// read as a `T`, and errors of the group.
     #[track_caller]
     pub fn recv_object<T: DeserializeOwned>(&self, peer: usize) -> Result<T> {
-        let recv = || label::SEND_OBJECT.during(|| self.recv_bytes(peer));
+        let recv = || SEND_OBJECT.during(|| self.recv_bytes(peer));
         let report = CallSite::during(Location::caller(), recv)?;
         from_bytes(&decode_report(&report).map_err(|reason| self.rank_failed(peer, reason))?, peer)
     }

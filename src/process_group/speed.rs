@@ -1,10 +1,12 @@
 //! How fast the ranks of a group are, for shares of a step's work.
 use super::ProcessGroup;
-use crate::backend::label;
+use crate::backend::Purpose;
 use crate::panic::lock;
 use crate::virtual_ranks::VirtualRanks;
 use crate::{Error, Result};
 use candle_core::Tensor;
+
+static SPEED: Purpose = Purpose::of("share_by_speed");
 
 impl ProcessGroup {
     /// Divides the micro-batches of [virtual ranks](crate::InitOptions::virtual_ranks) by the ranks' speeds: a rank that is twice as
@@ -40,7 +42,7 @@ impl ProcessGroup {
         }
         let own = Tensor::new(&[speed], self.device())?;
         let all = Tensor::zeros(self.world_size(), own.dtype(), self.device())?;
-        label::SPEED.during(|| self.all_gather(&all, &own))?;
+        SPEED.during(|| self.all_gather(&all, &own))?;
         let speeds = all.to_vec1::<f64>()?;
         if let Some(rank) = speeds.iter().position(|speed| !speed.is_finite() || *speed <= 0.) {
             let reason = format!("it must be a finite number above 0, but is {} on rank {rank}", speeds[rank]);

@@ -1,12 +1,14 @@
 //! Requests to stop the training, on which all ranks agree.
 use super::ProcessGroup;
-use crate::backend::label;
+use crate::backend::Purpose;
 use crate::panic::lock;
 use crate::{Error, ReduceOp, Result};
 use candle_core::{DType, Device, Tensor};
 use signal_hook::consts::{SIGTERM, SIGUSR1};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, LazyLock, Mutex};
+
+static STOP: Purpose = Purpose::of("agree_on_stop");
 
 /// The signals that ask for a stop instead of what they do otherwise, which is to end the process: see
 /// [`ProcessGroup::stop_requested`]. The default is none.
@@ -102,7 +104,7 @@ impl ProcessGroup {
     /// Returns the errors of [`all_reduce`](Self::all_reduce).
     pub fn agree_on_stop(&self) -> Result<bool> {
         let asked = Tensor::new(&[u8::from(self.is_stop_asked())], self.device())?;
-        label::STOP.during(|| self.all_reduce_async(&asked, ReduceOp::Max)?.synchronize())?;
+        STOP.during(|| self.all_reduce_async(&asked, ReduceOp::Max)?.synchronize())?;
         self.carry_stop(asked);
         self.stop_requested()
     }

@@ -1,6 +1,6 @@
 //! Collectives of tensors whose shapes differ.
 use super::{ProcessGroup, graph};
-use crate::backend::{self, Access, CallSite, P2pOp, label};
+use crate::backend::{self, Access, CallSite, P2pOp, Purpose};
 use crate::cbor;
 use crate::error::describe;
 use crate::{Error, Result};
@@ -9,6 +9,9 @@ use candle_core::{DType, Shape, Tensor};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use std::panic::Location;
+
+static ALL_GATHER_VARIED: Purpose = Purpose::of("all_gather_varied");
+static ALL_TO_ALL_VARIED: Purpose = Purpose::of("all_to_all_varied");
 
 /// The description of a rank's tensors for the others: the dtype, the shape, and the dimension that may differ.
 type Facts = (String, Vec<usize>, usize);
@@ -57,7 +60,7 @@ impl ProcessGroup {
             };
             shapes.iter().enumerate().map(part).collect()
         };
-        CallSite::during(Location::caller(), || label::ALL_GATHER_VARIED.during(gather))
+        CallSite::during(Location::caller(), || ALL_GATHER_VARIED.during(gather))
     }
 
     /// Sends the first `rows[0]` rows of `tensor` to rank 0, the next `rows[1]` to rank 1, and so on, and returns the rows from all
@@ -123,7 +126,7 @@ impl ProcessGroup {
             self.batch_isend_irecv(&batch)?.wait()?;
             Ok((received, from))
         };
-        CallSite::during(Location::caller(), || label::ALL_TO_ALL_VARIED.during(exchange))
+        CallSite::during(Location::caller(), || ALL_TO_ALL_VARIED.during(exchange))
     }
 
     /// Every rank's facts, in rank order.

@@ -1,6 +1,6 @@
 //! Collectives through which gradients flow.
 use super::ProcessGroup;
-use crate::backend::{CallSite, label};
+use crate::backend::{CallSite, Purpose};
 use crate::goes_with::Feature;
 use crate::{Error, ReduceOp, Result};
 use candle_core::shape::Dim;
@@ -8,6 +8,9 @@ use candle_core::{DType, Shape, Tensor, Var};
 use candle_ddp_tensor::copy::snapshot_tensor;
 use candle_ddp_tensor::function::{Function, apply, is_grad_enabled, is_tracked};
 use std::panic::Location;
+
+static WITH_GRAD: Purpose = Purpose::of("a collective with a gradient");
+static WITH_GRAD_BACKWARD: Purpose = Purpose::of("the gradient of a collective");
 
 /// The collectives of a group as differentiable functions: `torch.distributed.nn.functional`. [`ProcessGroup::with_grad`] makes it.
 ///
@@ -268,7 +271,7 @@ impl WithGrad {
     ) -> Result<Tensor> {
         self.check()?;
         let at = Location::caller();
-        let forward = || label::WITH_GRAD.during(|| forward(&self.companion, &x.detach().contiguous()?));
+        let forward = || WITH_GRAD.during(|| forward(&self.companion, &x.detach().contiguous()?));
         let (y, backward) = CallSite::during(at, forward)?;
         if !is_grad_enabled() || !y.dtype().is_float() {
             return Ok(y);
@@ -338,7 +341,7 @@ impl<B: Backward> Function for Exchange<B> {
     }
 
     fn backward(&self, gradient: &Tensor, _: &[bool]) -> candle_core::Result<Vec<Option<Tensor>>> {
-        let backward = || label::WITH_GRAD_BACKWARD.during(|| (self.backward)(&self.group, gradient));
+        let backward = || WITH_GRAD_BACKWARD.during(|| (self.backward)(&self.group, gradient));
         let gradient = CallSite::during(self.at, backward)?;
         let of_after = self.after.iter().map(Tensor::zeros_like);
         std::iter::once(Ok(gradient)).chain(of_after).map(|gradient| gradient.map(Some)).collect()

@@ -26,6 +26,7 @@ fn rank_of_another_test() -> Result<()> {
         "parts" => parts(&pg),
         "mesh" => mesh(&pg),
         "roots" => roots(&pg),
+        "purposes" => purposes(&pg),
         "broadcast" => dies(&pg, |own| pg.broadcast_object(Some(own), 0).map(drop)),
         "gather" => dies(&pg, |own| pg.gather_object(own, 0).map(drop)),
         "all-gather" => dies(&pg, |own| pg.all_gather_object(own).map(drop)),
@@ -104,6 +105,17 @@ fn mesh(pg: &ProcessGroup) -> Result<()> {
     Ok(())
 }
 
+/// Ranks make calls for purposes that the other one has never had.
+fn purposes(pg: &ProcessGroup) -> Result<()> {
+    let result = match pg.rank() {
+        0 => pg.all_gather_object(&1).map(drop),
+        _ => pg.gather_object(&1, 0).map(drop),
+    };
+    let error = result.unwrap_err().to_string();
+    assert!(error.contains("for all_gather_object") && error.contains("for gather_object"), "{error}");
+    Ok(())
+}
+
 /// Ranks name different roots, and both have an object.
 fn roots(pg: &ProcessGroup) -> Result<()> {
     let (rank, object) = (pg.rank(), large());
@@ -175,6 +187,11 @@ fn a_mesh_has_groups_slices_and_flat_dimensions() {
 #[test]
 fn ranks_that_name_different_roots_learn_of_it_at_once() {
     succeeds("roots", 2);
+}
+
+#[test]
+fn an_error_names_the_purpose_of_a_call_that_its_rank_never_makes() {
+    succeeds("purposes", 2);
 }
 
 #[test]

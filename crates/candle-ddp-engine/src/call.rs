@@ -133,10 +133,16 @@ impl Call {
         Some(Self { operation, element, reduction, root, count, label, shape, place })
     }
 
-    /// Whether this rank lacks the text of the call's shape or place, which is another rank's.
+    /// The numbers of its texts.
+    pub(crate) fn codes(&self) -> [u32; 3] {
+        [self.label.code(), self.shape.code(), self.place.code()]
+    }
+
+    /// Whether this rank lacks the text of the label, shape or place of this call, which is another rank's.
     pub(crate) fn lacks_text(&self) -> bool {
+        let lacks_label = self.label != Label::NONE && self.label.text().is_none();
         let lacks_shape = self.shape != ShapeCode::NONE && self.shape.text().is_none();
-        lacks_shape || (self.place != CallSite::NONE && self.place.text().is_none())
+        lacks_label || lacks_shape || (self.place != CallSite::NONE && self.place.text().is_none())
     }
 
     /// Includes the arguments that [`Display`](fmt::Display) leaves out: `all_reduce(f32[20], sum)`.

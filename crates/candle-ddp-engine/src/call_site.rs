@@ -39,7 +39,7 @@ impl CallSite {
             }
             let text = location.to_string();
             let place = Self(texts::code(&text));
-            texts::learn(place.0, || text);
+            texts::learn(place.0, text);
             entry.set((address, place));
             place
         })

@@ -6,7 +6,7 @@ use std::cell::Cell;
 const BATCH: &str = "batch_isend_irecv";
 
 /// The purpose of a call. It is sent with the call as a number. A rank knows the text of every label that it has
-/// [registered](Self::register) or used.
+/// [registered](Self::register), and learns those of other ranks from their reports.
 ///
 /// Ranks whose calls look alike but have different labels are doing different things.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -23,17 +23,17 @@ impl Label {
     /// The messages of a batch.
     pub const BATCH: Self = Self::of(BATCH);
 
-    /// A label with this text, which each rank must [register](Self::register).
-    pub const fn of(text: &str) -> Self {
+    /// The label with this text, which messages have once it is [registered](Self::register).
+    pub(crate) const fn of(text: &str) -> Self {
         // Never the number that means no label.
         Self(texts::code(text))
     }
 
-    /// Returns the label with this text. Messages have the text on the ranks that have registered it.
+    /// Returns the label with this text. Messages have the text on the ranks that have registered it, and on those that hear of it from them.
     pub fn register(text: impl Into<String>) -> Self {
         let text = text.into();
         let label = Self::of(&text);
-        texts::learn(label.0, || text);
+        texts::learn(label.0, text);
         label
     }
 

@@ -33,7 +33,9 @@ impl ShapeCode {
         let code = ((hash >> 32) as u32 ^ hash as u32) | 1;
         if LEARNT.get() != code {
             LEARNT.set(code);
-            texts::learn(code, || significant(dims).map(|size| size.to_string()).collect::<Vec<_>>().join(", "));
+            if !texts::is_known(code) {
+                texts::learn(code, significant(dims).map(|size| size.to_string()).collect::<Vec<_>>().join(", "));
+            }
         }
         Self(code)
     }

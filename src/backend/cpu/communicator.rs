@@ -1,7 +1,7 @@
 use super::check::{check, check_batch};
 use super::in_flight::{Caller, InFlight};
 use super::memory::with_operands;
-use crate::backend::{Collective, Communicator, Completion, Construction, P2pOp, Work, label};
+use crate::backend::{Collective, Communicator, Completion, Construction, P2pOp, Work};
 use crate::error::Failure;
 use crate::rendezvous::Store;
 use crate::{Error, Result};
@@ -61,7 +61,6 @@ impl CpuCommunicator {
         world_size: usize,
         options: CpuOptions,
     ) -> Result<Self> {
-        label::register();
         Ok(Self { engine: Engine::new(construction, store, rank, world_size, options)? })
     }
 

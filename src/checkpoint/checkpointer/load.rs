@@ -3,7 +3,7 @@ use super::folder::{Checkpoint, Faulty, Listing, Name};
 use super::index::{Fault, Index};
 use super::read::Reader;
 use super::{Checkpointer, Skipped};
-use crate::backend::label;
+use crate::backend::Purpose;
 use crate::state::{Parts, Saved, StateDict, non_finite};
 use crate::warnings::warn_aloud;
 use crate::{Error, Result};
@@ -12,6 +12,8 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
+
+static CHECKPOINTER_LOAD: Purpose = Purpose::of("Checkpointer::load_latest");
 
 /// The checkpoint that rank 0 found.
 #[derive(Serialize, Deserialize)]
@@ -62,7 +64,7 @@ impl Checkpointer {
     /// [`Error::InvalidArgument`] without [`CheckpointerOptions::resume`](super::CheckpointerOptions::resume), before
     /// this run has saved anything; the group's errors.
     pub fn load_latest(&mut self, mut parts: impl Parts) -> Result<Option<u64>> {
-        label::CHECKPOINTER_LOAD.during(|| self.load(&mut parts.parts(), Wanted::Latest))
+        CHECKPOINTER_LOAD.during(|| self.load(&mut parts.parts(), Wanted::Latest))
     }
 
     /// [`load_latest`](Self::load_latest) for the newest checkpoint that [`save_best`](Self::save_best) has saved.
@@ -70,7 +72,7 @@ impl Checkpointer {
     /// # Errors
     /// As with [`load_latest`](Self::load_latest).
     pub fn load_best(&mut self, mut parts: impl Parts) -> Result<Option<u64>> {
-        label::CHECKPOINTER_LOAD.during(|| self.load(&mut parts.parts(), Wanted::Best))
+        CHECKPOINTER_LOAD.during(|| self.load(&mut parts.parts(), Wanted::Best))
     }
 
     /// [`load_latest`](Self::load_latest) for the checkpoint of step `step`. Returns false if there is none. Before
@@ -79,7 +81,7 @@ impl Checkpointer {
     /// # Errors
     /// As with [`load_latest`](Self::load_latest).
     pub fn load_step(&mut self, step: u64, mut parts: impl Parts) -> Result<bool> {
-        let found = label::CHECKPOINTER_LOAD.during(|| self.load(&mut parts.parts(), Wanted::Step(step)))?;
+        let found = CHECKPOINTER_LOAD.during(|| self.load(&mut parts.parts(), Wanted::Step(step)))?;
         Ok(found.is_some())
     }
 
@@ -90,7 +92,7 @@ impl Checkpointer {
     /// On every rank: [`Error::Io`] if the folder cannot be read; the error of a save that was running, unless its
     /// [handle](super::SaveHandle) has returned it on every rank; the group's errors.
     pub fn steps(&mut self) -> Result<Vec<u64>> {
-        label::CHECKPOINTER_LOAD.during(|| {
+        CHECKPOINTER_LOAD.during(|| {
             let ended = self.end_previous();
             self.group.agree(ended)?;
             self.search(|listing, skipped| {

@@ -12,7 +12,7 @@ pub use handle::SaveHandle;
 #[cfg(any(test, fuzzing))]
 pub(crate) use index::fuzz_index;
 
-use crate::backend::label;
+use crate::backend::Purpose;
 use crate::optim::unsaved;
 use crate::process_group::ProcessGroup;
 use crate::warnings::warn_aloud;
@@ -26,6 +26,9 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::thread::JoinHandle;
+
+static CHECKPOINTER_NEW: Purpose = Purpose::of("Checkpointer::new");
+static CHECKPOINTER_SAVE: Purpose = Purpose::of("Checkpointer::save");
 
 /// Options of [`Checkpointer`]: when it saves, and what it keeps.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -159,13 +162,12 @@ impl Checkpointer {
     pub fn new(group: &ProcessGroup, folder: impl AsRef<Path>, options: CheckpointerOptions) -> Result<Self> {
         let root = folder.as_ref().to_path_buf();
         let checked = options.check().map(|()| format!("{options:?}"));
-        let compared =
-            label::CHECKPOINTER_NEW.during(|| group.compare(checked.as_ref().cloned(), "it made no Checkpointer"));
+        let compared = CHECKPOINTER_NEW.during(|| group.compare(checked.as_ref().cloned(), "it made no Checkpointer"));
         checked?;
         if let Some((_, difference)) = compared? {
             return Err(Error::invalid("options", format!("all ranks must give the same options: {difference}")));
         }
-        label::CHECKPOINTER_NEW.during(|| open(group, &root, options.resume))?;
+        CHECKPOINTER_NEW.during(|| open(group, &root, options.resume))?;
         let background = group.background_group()?;
         // Schedules of an earlier training do not count.
         unsaved::watch(|| ());
@@ -188,7 +190,7 @@ impl Checkpointer {
     /// On every rank, the save's error, unless its [handle](SaveHandle) has returned it on every rank.
     pub fn finish(&mut self) -> Result<()> {
         let ended = self.end_previous();
-        label::CHECKPOINTER_SAVE.during(|| self.group.agree(ended))
+        CHECKPOINTER_SAVE.during(|| self.group.agree(ended))
     }
 
     /// Joins the thread of the previous save. Returns the save's error, if no call has returned it yet.

@@ -3,8 +3,8 @@ use super::folder::{self, Checkpoint, Listing, Started};
 use super::handle::{Save, SaveHandle};
 use super::index::{self, Files, Index};
 use super::snapshot::PartSnapshot;
-use super::{Checkpointer, Skipped};
-use crate::backend::label;
+use super::{CHECKPOINTER_SAVE, Checkpointer, Skipped};
+use crate::backend::Purpose;
 use crate::optim::unsaved;
 use crate::panic::panic_message;
 use crate::placement::Spread;
@@ -18,6 +18,8 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Once};
+
+static CHECKPOINTER_WRITE: Purpose = Purpose::of("the background write of Checkpointer::save");
 
 impl Checkpointer {
     /// Saves `parts` as the checkpoint of `step`, the number of steps (or epochs) that the run has made. All ranks
@@ -64,7 +66,7 @@ impl Checkpointer {
         // An engine may end failed calls as if they were complete. Their results must not be saved.
         let snapshot = snapshot.and_then(|snapshot| self.group.failed().map(|()| snapshot));
         let described = snapshot.as_ref().map(|parts| describe(step, best, parts));
-        let compared = label::CHECKPOINTER_SAVE.during(|| self.group.compare(described, "it saved no checkpoint"));
+        let compared = CHECKPOINTER_SAVE.during(|| self.group.compare(described, "it saved no checkpoint"));
         let snapshot = snapshot?;
         if let Some((_, difference)) = compared? {
             return Err(Error::invalid(
@@ -77,7 +79,7 @@ impl Checkpointer {
         }
         let states = snapshot.iter().filter(|part| part.spread == Spread::Replicate);
         let states = states.map(|part| (part.name.as_str(), &part.fingerprint)).collect::<Vec<_>>();
-        label::CHECKPOINTER_SAVE.during(|| self.group.compare_states(&states))?;
+        CHECKPOINTER_SAVE.during(|| self.group.compare_states(&states))?;
         self.newest = Some(step);
         let job = Job {
             group: self.background.clone(),
@@ -94,7 +96,7 @@ impl Checkpointer {
         let body = {
             let (save, group) = (save.clone(), self.background.clone());
             move || {
-                let ended = catch_unwind(AssertUnwindSafe(|| label::CHECKPOINTER_WRITE.during(|| job.run())));
+                let ended = catch_unwind(AssertUnwindSafe(|| CHECKPOINTER_WRITE.during(|| job.run())));
                 let ended = ended.unwrap_or_else(|panic| {
                     Err(Error::io("writing a checkpoint", std::io::Error::other(panic_message(&*panic))))
                 });

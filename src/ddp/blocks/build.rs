@@ -1,8 +1,9 @@
 //! How a model of blocks is built: block by block, so that no rank ever has all of it.
 use super::flat::Flat;
 use super::unit::{Unit, Units};
-use crate::backend::{self, label};
+use crate::backend;
 use crate::ddp::buckets::groups::Groups;
+use crate::ddp::model::sharding::DDP_NEW;
 use crate::error::describe;
 use crate::panic::lock;
 use crate::tensor::hold;
@@ -203,7 +204,7 @@ impl Construction {
     fn try_spread(&self, number: usize, name: &str, requested: Vec<Requested>) -> Result<Arc<Unit>> {
         let checked = requested.iter().try_for_each(|requested| self.check(requested));
         let report = checked.as_ref().map(|()| report(name, &requested));
-        let compared = label::DDP_NEW.during(|| self.groups.main().compare(report, "it could not build its model"));
+        let compared = DDP_NEW.during(|| self.groups.main().compare(report, "it could not build its model"));
         checked?;
         if let Some((rank, difference)) = compared? {
             return Err(Error::Mismatch { what: "model", rank, difference });
@@ -218,7 +219,7 @@ impl Construction {
         for kind in kinds {
             let of_kind = || requested.iter().filter(|requested| requested.kind() == kind);
             let tensors: Vec<_> = of_kind().map(|own| (own.tensor.clone(), own.value.clone())).collect();
-            let scattered = label::DDP_NEW.during(|| Flat::scatter(&self.groups, name, &tensors));
+            let scattered = DDP_NEW.during(|| Flat::scatter(&self.groups, name, &tensors));
             let (flat, pieces) =
                 scattered.inspect_err(|error| self.groups.main().abort(&format!("{name}: {error}")))?;
             flats.push(flat);

@@ -1,6 +1,6 @@
 //! The order in which blocks are gathered and freed.
 use super::flat::{Flat, Gathering};
-use crate::backend::label;
+use crate::ddp::buckets::plan::DDP_ORDER;
 use crate::hash::content_64;
 use crate::kernels::{self, Incoming};
 use crate::panic::lock;
@@ -177,7 +177,7 @@ impl Units {
         // Exact in an f64.
         let hash = (content_64(bytemuck::cast_slice(sequence)) >> 16) as f64;
         let extremes = Tensor::new(&[hash, -hash], self.group.device())?;
-        label::DDP_ORDER.during(|| self.group.all_reduce(&extremes, ReduceOp::Max))?;
+        DDP_ORDER.during(|| self.group.all_reduce(&extremes, ReduceOp::Max))?;
         Ok(extremes)
     }
 
@@ -195,8 +195,7 @@ impl Units {
             false => format!("the loss does not depend on {}", unit.name),
         };
         let report = self.units().iter().map(line).collect::<Vec<_>>().join("\n");
-        let difference =
-            label::DDP_ORDER.during(|| self.group.compare(Ok(report), "it could not begin its backward pass"));
+        let difference = DDP_ORDER.during(|| self.group.compare(Ok(report), "it could not begin its backward pass"));
         let (_, difference) = difference?.unwrap_or_default();
         let reason = format!("all ranks must gather the same blocks in a backward pass, but {difference}. {ZERO}");
         Err(Error::invalid("loss", reason))

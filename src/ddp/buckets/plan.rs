@@ -1,7 +1,10 @@
 //! Assignment of gradients to buckets.
+use crate::backend::Purpose;
 use crate::ddp::model::options::Buckets;
 use crate::{Error, Result};
 use candle_core::{DType, Device, DeviceLocation, Shape};
+
+pub(in crate::ddp) static DDP_ORDER: Purpose = Purpose::of("the order of DistributedDataParallel's buckets");
 
 const MIB: f64 = (1 << 20) as f64;
 

@@ -1,10 +1,12 @@
 //! Broadcasts one rank's values, nearly always rank 0's: parameters at construction, buffers in every step.
-use crate::backend::{Work, label};
+use crate::backend::{Purpose, Work};
 use crate::ddp::buckets::groups::Groups;
 use crate::tensor::copy;
 use crate::tensor::pack::packs;
 use crate::{Error, Result};
 use candle_core::{Tensor, Var};
+
+static DDP_BUFFERS: Purpose = Purpose::of("rank 0's variables, which DistributedDataParallel broadcasts");
 
 /// A broadcast in flight.
 #[must_use]
@@ -40,7 +42,7 @@ pub(in crate::ddp) fn broadcast<'a>(
             let parts = copy::views(&flat, vars.iter().map(|var| var.shape()))?;
             copy::copy_all(parts.iter().zip(vars.iter().map(|var| var.as_tensor())))?;
         }
-        let work = label::DDP_BUFFERS.during(|| group.broadcast_async(&flat, root))?;
+        let work = DDP_BUFFERS.during(|| group.broadcast_async(&flat, root))?;
         chunks.push(Chunk { vars, flat, work });
     }
     Ok(Broadcast { chunks, is_source })

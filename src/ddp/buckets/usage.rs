@@ -1,9 +1,11 @@
 //! Which parameters any rank used, and what else ranks tell each other, for strategies whose buckets carry no flags.
-use crate::backend::{Work, label};
+use crate::backend::{Purpose, Work};
 use crate::ddp::buckets::bucket::Message;
 use crate::process_group::ProcessGroup;
 use crate::{ReduceOp, Result};
 use candle_core::{DType, Device, Tensor};
+
+static DDP_USED: Purpose = Purpose::of("the used flags of DistributedDataParallel's parameters");
 
 /// An all-reduce of one byte per parameter, in registration order, one that says whether to stop, and one for numbers that are not
 /// finite if anybody looks; in a weighted pass, of as many f64 and the counts.
@@ -34,7 +36,7 @@ impl Usage {
         let (dtype, op) = if counts.is_empty() { (DType::U8, ReduceOp::Max) } else { (DType::F64, ReduceOp::Sum) };
         let length = values.len();
         let sent = Tensor::from_vec(values, length, &Device::Cpu)?.to_dtype(dtype)?.to_device(group.device())?;
-        let work = label::DDP_USED.during(|| group.all_reduce_async(&sent, op))?;
+        let work = DDP_USED.during(|| group.all_reduce_async(&sent, op))?;
         Ok(Self { sent, parameters: used.len(), looks: message.is_non_finite.is_some(), work })
     }
 

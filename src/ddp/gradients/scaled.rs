@@ -2,12 +2,14 @@
 //!
 //! The scaled loss also depends on a variable, the key, which gets a gradient of zero like every other variable of the graph: so
 //! the store of any backward pass from that loss has it, also of candle's own.
-use crate::backend::label;
+use crate::backend::Purpose;
 use crate::process_group::ProcessGroup;
 use crate::tensor::function::{Keys, keyed};
 use crate::{Error, ReduceOp, Result};
 use candle_core::backprop::GradStore;
 use candle_core::{Tensor, TensorId};
+
+pub(crate) static UNSCALE: Purpose = Purpose::of("GradScaler::unscale");
 
 static KEYS: Keys = Keys::new();
 
@@ -65,7 +67,7 @@ pub(crate) fn share_verdict(group: &ProcessGroup, [overflow, has_scaled]: [bool;
     }
     let pair = [f64::from(u8::from(has_scaled)), if overflow { f64::NAN } else { 0. }];
     let pair = Tensor::new(&pair, group.device())?;
-    label::UNSCALE.during(|| group.all_reduce(&pair, ReduceOp::Sum))?;
+    UNSCALE.during(|| group.all_reduce(&pair, ReduceOp::Sum))?;
     let pair = pair.to_vec1::<f64>()?;
     Ok([pair[1].is_nan(), pair[0] > 0.])
 }

@@ -13,14 +13,13 @@ pub(in crate::ddp) mod sharding;
 pub(in crate::ddp) mod virtual_ranks;
 
 use crate::backend;
-use crate::backend::label;
 use crate::ddp::blocks::Blocks;
 use crate::ddp::buckets::plan::BucketCaps;
 use crate::ddp::buckets::sync;
 use crate::ddp::gradients::Marks;
 use crate::ddp::model::options::DdpOptions;
 use crate::ddp::model::parameter::{Parameter, Variables};
-use crate::ddp::model::sharding::Sharding;
+use crate::ddp::model::sharding::{DDP_NEW, Sharding};
 use crate::ddp::reducer::Reducer;
 use crate::ddp::reduction::Reduction;
 use crate::ddp::watch::first;
@@ -326,7 +325,7 @@ fn agreed(group: &ProcessGroup, ignores: bool) -> Result<(u64, bool)> {
     // Rank 0's number.
     let own = if group.rank() == 0 { number as f64 } else { -1. };
     let of_all = Tensor::new(&[own, f64::from(u8::from(ignores))], group.device())?;
-    label::DDP_NEW.during(|| group.all_reduce(&of_all, ReduceOp::Max))?;
+    DDP_NEW.during(|| group.all_reduce(&of_all, ReduceOp::Max))?;
     let of_all = of_all.to_vec1::<f64>()?;
     Ok((of_all[0] as u64, of_all[1] > 0.))
 }

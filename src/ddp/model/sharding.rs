@@ -1,8 +1,10 @@
 //! The option that spreads a model over the ranks.
-use crate::backend::label;
+use crate::backend::Purpose;
 use crate::ddp::buckets::groups::Groups;
 use crate::process_group::ProcessGroup;
 use crate::{Error, Result};
+
+pub(in crate::ddp) static DDP_NEW: Purpose = Purpose::of("DistributedDataParallel::new");
 
 /// How a model and its state are spread over the ranks, so that each has a part: [`DdpOptions::sharding`](crate::DdpOptions::sharding).
 ///
@@ -91,7 +93,7 @@ impl Sharding {
             }
         };
         let report = ranks.as_ref().map(|_| format!("sharding: {self:?}"));
-        let compared = label::DDP_NEW.during(|| group.compare(report, "it could not build its model"));
+        let compared = DDP_NEW.during(|| group.compare(report, "it could not build its model"));
         let ranks = ranks?;
         if let Some((rank, difference)) = compared? {
             return Err(Error::Mismatch { what: "model", rank, difference });

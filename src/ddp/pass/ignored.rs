@@ -1,11 +1,10 @@
 //! Whether the gradients of ignored variables are finite. Each rank has others, so the ranks tell each other, since all leave out a step
 //! or none.
-use crate::backend::label;
 use crate::ddp::model::DistributedModel;
 use crate::ddp::model::parameter::Buffer;
 use crate::ddp::pass::Pass;
 use crate::ddp::pass::order::Member;
-use crate::ddp::watch::non_finite::Finding;
+use crate::ddp::watch::non_finite::{DDP_NON_FINITE, Finding};
 use crate::panic::lock;
 use crate::tensor::finite::{any_non_finite, non_finite};
 use crate::{ReduceOp, Result};
@@ -56,6 +55,6 @@ fn first_not_finite(model: &DistributedModel, grads: &GradStore) -> Result<Optio
 fn any_rank(model: &DistributedModel, here: bool) -> Result<bool> {
     let group = model.group();
     let flag = Tensor::new(&[f64::from(u8::from(here))], group.device())?;
-    label::DDP_NON_FINITE.during(|| group.all_reduce(&flag, ReduceOp::Max))?;
+    DDP_NON_FINITE.during(|| group.all_reduce(&flag, ReduceOp::Max))?;
     Ok(flag.to_vec1::<f64>()?[0] > 0.)
 }

@@ -1,5 +1,5 @@
 //! Training with different numbers of batches: ranks without further batches take part in the others' collectives.
-use crate::backend::label;
+use crate::backend::Purpose;
 use crate::ddp::buckets::sync;
 use crate::ddp::gradients::scaled;
 use crate::ddp::model::DistributedModel;
@@ -11,6 +11,8 @@ use crate::state::StateDict;
 use crate::warnings::warn_aloud;
 use crate::{Error, Result};
 use std::fmt;
+
+static JOIN_SYNC: Purpose = Purpose::of("Joined::sync");
 
 /// Options of [`join`]. All ranks must give the same.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -54,7 +56,7 @@ impl<T> Joined<T> {
             return Ok(());
         }
         let own = self.group.agree(state.state_dict())?;
-        let shared = label::JOIN_SYNC.during(|| self.group.broadcast_tensors(&own, self.last))?;
+        let shared = JOIN_SYNC.during(|| self.group.broadcast_tensors(&own, self.last))?;
         let loaded = if self.group.rank() == self.last { Ok(()) } else { state.load_state_dict(&shared) };
         self.group.agree(loaded)
     }

@@ -1,5 +1,5 @@
 //! The order in which the models of one backward pass send their buckets.
-use crate::backend::label;
+use crate::ddp::buckets::plan::DDP_ORDER;
 use crate::ddp::model::DistributedModel;
 use crate::ddp::pass::graph::Graph;
 use crate::ddp::reducer::order::permutation;
@@ -51,7 +51,7 @@ pub(in crate::ddp) fn agree<'a>(models: &[Member<'a>], graph: Option<&Graph>, ro
             };
             order.sort_by_key(end);
             let of_root = Tensor::new(order, group.device())?;
-            label::DDP_ORDER.during(|| group.broadcast(&of_root, root))?;
+            DDP_ORDER.during(|| group.broadcast(&of_root, root))?;
             let order = permutation(&of_root.to_vec1::<u32>()?, sending.len()).ok_or_else(|| Error::RankFailed {
                 rank: root,
                 reason: "it did not send an order of models: all ranks of a group must make the same calls in the same order"

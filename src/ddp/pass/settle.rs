@@ -1,8 +1,7 @@
 //! All ranks leave out a step whose gradients are not finite, or end the run.
-use crate::backend::label;
 use crate::ddp::pass::Pass;
 use crate::ddp::pass::order::Member;
-use crate::ddp::watch::non_finite::{Finding, Findings, leave_out};
+use crate::ddp::watch::non_finite::{DDP_NON_FINITE, Finding, Findings, leave_out};
 use crate::panic::lock;
 use crate::warnings::warn_aloud;
 use crate::{Error, Result};
@@ -69,7 +68,7 @@ fn name(pass: &Pass, findings: &[Findings], steps: u64) -> Result<Error> {
     let is_alone = pass.is_joined() || pass.models.iter().any(|model| model.core.reducer.is_local());
     let found = match is_alone {
         true => vec![(group.rank(), own)],
-        false => label::DDP_NON_FINITE.during(|| group.all_gather_object(&own))?.into_iter().enumerate().collect(),
+        false => DDP_NON_FINITE.during(|| group.all_gather_object(&own))?.into_iter().enumerate().collect(),
     };
     let found = found.into_iter().filter_map(|(rank, found)| found.map(|(kind, what)| (kind, rank, what)));
     Ok(match found.min_by_key(|(kind, rank, _)| (*kind, *rank)) {

@@ -1,7 +1,7 @@
 //! The order in which parameters' gradients arrive, for buckets that are full early.
 use super::state::{Rebuild, State};
 use super::{Part, Reducer};
-use crate::backend::label;
+use crate::ddp::buckets::plan::DDP_ORDER;
 use crate::{Error, Result};
 use candle_core::Tensor;
 
@@ -19,7 +19,7 @@ impl Reducer {
         order.extend((0..state.parameters.len()).rev().filter(|index| !seen[*index]));
         let order: Vec<u32> = order.into_iter().map(|index| index as u32).collect();
         let tensor = Tensor::new(order, self.groups.main().device())?;
-        label::DDP_ORDER.during(|| self.groups.main().broadcast(&tensor, part.active.root()))?;
+        DDP_ORDER.during(|| self.groups.main().broadcast(&tensor, part.active.root()))?;
         let order = permutation(&tensor.to_vec1::<u32>()?, state.parameters.len()).ok_or_else(|| Error::RankFailed {
             rank: part.active.root(),
             reason: format!(

@@ -1,8 +1,11 @@
 //! Steps whose gradients are not finite.
+use crate::backend::Purpose;
 use crate::{Error, Result};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Var};
 use std::sync::OnceLock;
+
+pub(in crate::ddp) static DDP_NON_FINITE: Purpose = Purpose::of("which gradient was not finite");
 
 /// The treatment of a step whose averaged gradients contain a NaN or an infinity: an option of [`DdpOptions`](crate::DdpOptions).
 ///

@@ -1,5 +1,5 @@
 //! Compares the ranks' replicas, which may part in ways that no collective notices.
-use crate::backend::label;
+use crate::backend::Purpose;
 use crate::ddp::model::DistributedModel;
 use crate::ddp::pass::Pass;
 use crate::ddp::watch::replica_check::ReplicaCheck;
@@ -10,6 +10,8 @@ use crate::warnings::warn_aloud;
 use crate::{Error, Result};
 use candle_core::Var;
 use std::collections::BTreeMap;
+
+static DDP_REPLICAS: Purpose = Purpose::of("the comparison of DistributedDataParallel's replicas");
 
 /// At the end of a pass, compares the models whose turn it is.
 pub(in crate::ddp) fn compare_all(pass: &Pass) -> Result<()> {
@@ -51,14 +53,13 @@ fn compare(model: &DistributedModel) -> Result<()> {
     let groups = model.reducer.groups();
     if groups.across().is_some() && !pieces.is_empty() {
         let pieces = hashes(pieces)?;
-        let of_copy: Vec<BTreeMap<String, u64>> =
-            label::DDP_REPLICAS.during(|| groups.within().all_gather_object(&pieces))?;
+        let of_copy: Vec<BTreeMap<String, u64>> = DDP_REPLICAS.during(|| groups.within().all_gather_object(&pieces))?;
         fingerprint.extend(pieces.into_keys().map(|name| {
             let of_all: Vec<u64> = of_copy.iter().filter_map(|pieces| pieces.get(&name).copied()).collect();
             (name, content_64(bytemuck::cast_slice(&of_all)))
         }));
     }
-    let (ranks, names) = match label::DDP_REPLICAS.during(|| group.compare_states(&[("model", &fingerprint)])) {
+    let (ranks, names) = match DDP_REPLICAS.during(|| group.compare_states(&[("model", &fingerprint)])) {
         Err(Error::PartDiffers { ranks, names, .. }) => (ranks, names),
         result => return result,
     };

@@ -1,12 +1,16 @@
 //! Checks that all ranks hold the same model and the same communication hook.
-use crate::backend::label;
+use crate::backend::Purpose;
+use crate::ddp::buckets::plan::DDP_ORDER;
 use crate::ddp::model::options::DdpOptions;
 use crate::ddp::model::parameter::Variables;
-use crate::ddp::model::sharding::Sharding;
+use crate::ddp::model::sharding::{DDP_NEW, Sharding};
 use crate::error::describe;
 use crate::process_group::ProcessGroup;
 use crate::{Error, Result};
 use candle_core::{Shape, Var};
+
+static DDP_HOOK: Purpose = Purpose::of("register_comm_hook");
+static JOIN_NEW: Purpose = Purpose::of("join");
 
 /// Checks that all ranks built the same model with the same options; `model` is this rank's, or the reason why it has
 /// none. Every rank gets the same result; in PyTorch only the mismatching rank raises an error, and the others hang.
@@ -18,7 +22,7 @@ pub(in crate::ddp) fn same_model(
     let virtual_ranks = group.virtual_ranks();
     let report =
         model.map(|variables| format!("virtual ranks: {virtual_ranks:?}\n{}", describe_model(options, variables)));
-    match label::DDP_NEW.during(|| group.compare(report, "it could not build its model"))? {
+    match DDP_NEW.during(|| group.compare(report, "it could not build its model"))? {
         None => Ok(()),
         Some((rank, difference)) => Err(Error::Mismatch { what: "model", rank, difference }),
     }
@@ -30,7 +34,7 @@ pub(in crate::ddp) fn same_comm_hook(
     group: &ProcessGroup,
     described: std::result::Result<String, &Error>,
 ) -> Result<()> {
-    match label::DDP_HOOK.during(|| group.compare(described, "it could not register its communication hook"))? {
+    match DDP_HOOK.during(|| group.compare(described, "it could not register its communication hook"))? {
         None => Ok(()),
         Some((rank, difference)) => Err(Error::Mismatch { what: "communication hook", rank, difference }),
     }
@@ -40,7 +44,7 @@ pub(in crate::ddp) fn same_comm_hook(
 pub(in crate::ddp) fn same_models(group: &ProcessGroup, numbers: &[u64]) -> Result<()> {
     let line = |(place, number): (usize, &u64)| format!("model {place}: number {number} of those that were built");
     let described = numbers.iter().enumerate().map(line).collect::<Vec<_>>().join("\n");
-    match label::DDP_ORDER.during(|| group.compare(Ok(described), "it could not begin its backward pass"))? {
+    match DDP_ORDER.during(|| group.compare(Ok(described), "it could not begin its backward pass"))? {
         None => Ok(()),
         Some((_, difference)) => {
             let reason = format!("all ranks must give the same models in the same order: {difference}");
@@ -51,7 +55,7 @@ pub(in crate::ddp) fn same_models(group: &ProcessGroup, numbers: &[u64]) -> Resu
 
 /// Checks that all ranks begin the same join, which each has `described`.
 pub(in crate::ddp) fn same_join(group: &ProcessGroup, described: String) -> Result<()> {
-    match label::JOIN_NEW.during(|| group.compare(Ok(described), "it could not begin"))? {
+    match JOIN_NEW.during(|| group.compare(Ok(described), "it could not begin"))? {
         None => Ok(()),
         Some((rank, difference)) => Err(Error::Mismatch { what: "join", rank, difference }),
     }

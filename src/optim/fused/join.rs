@@ -1,7 +1,6 @@
 //! Steps while some ranks are out of inputs: these still own shards and must update them.
-use super::FusedOptimizer;
 use super::sharded::Sharded;
-use crate::backend::label;
+use super::{FusedOptimizer, OPTIMIZER_NORM, OPTIMIZER_STEP};
 use crate::ddp::{DistributedDataParallel, JoinOptions, Joined, gradients::scaled};
 use crate::optim::clip::NormType;
 use crate::optim::rule::UpdateRule;
@@ -64,13 +63,13 @@ impl<R: UpdateRule> FusedOptimizer<R> {
             Operation::Step => {
                 let result = self
                     .take_over(active)
-                    .and_then(|()| label::OPTIMIZER_STEP.during(|| self.apply(&GradStore::default(), None)));
+                    .and_then(|()| OPTIMIZER_STEP.during(|| self.apply(&GradStore::default(), None)));
                 self.sharded.iter().for_each(|sharded| sharded.end_on_error(&result));
                 result?;
             }
             Operation::ClipGradNorm => {
                 let pending = sharded.reducer.pending()?;
-                label::OPTIMIZER_NORM.during(|| sharded.norm(&pending))?;
+                OPTIMIZER_NORM.during(|| sharded.norm(&pending))?;
             }
             Operation::Unscale => {
                 let pending = sharded.reducer.pending()?;
@@ -106,7 +105,7 @@ impl<R: UpdateRule> FusedOptimizer<R> {
         let mut own = vec![sharded.reducer.pending()?.scale];
         own.extend(self.options.iter().map(R::learning_rate));
         let settings = Tensor::new(own, sharded.process_group().device())?;
-        label::OPTIMIZER_STEP.during(|| sharded.process_group().broadcast_async(&settings, root)?.synchronize())?;
+        OPTIMIZER_STEP.during(|| sharded.process_group().broadcast_async(&settings, root)?.synchronize())?;
         Ok(settings.to_vec1()?)
     }
 }

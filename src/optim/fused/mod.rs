@@ -12,7 +12,7 @@ use super::optimizer::{Optimizer, check_learning_rates};
 use super::parameters::ParameterGroup;
 use super::rule::{self, UpdateRule};
 use crate::amp::GradScaler;
-use crate::backend::label;
+use crate::backend::Purpose;
 use crate::ddp::gradients::scaled;
 use crate::ddp::gradients::steps::Steps;
 use crate::ddp::watch::non_finite::is_skipped;
@@ -27,6 +27,10 @@ use slot::{Piece, Slot};
 use std::collections::HashMap;
 use std::path::Path;
 use std::sync::Arc;
+
+static OPTIMIZER_NEW: Purpose = Purpose::of("FusedOptimizer::new");
+static OPTIMIZER_STEP: Purpose = Purpose::of("Optimizer::step");
+static OPTIMIZER_NORM: Purpose = Purpose::of("Optimizer::clip_grad_norm");
 
 /// An optimizer that reads parameter, gradient and state in one pass: [`AdamW`](super::AdamW), [`Adam`](super::Adam),
 /// [`Sgd`](super::Sgd), [`Lamb`](super::Lamb) and [`Muon`](super::Muon). With an [`UpdateRule`] of your own, it updates one parameter after
@@ -129,8 +133,7 @@ impl<R: UpdateRule> FusedOptimizer<R> {
             format!("{}: {:?}", R::NAME, groups.collect::<Vec<_>>())
         });
         let process_group = reducer.groups().main();
-        let verdict =
-            label::OPTIMIZER_NEW.during(|| process_group.compare(described, "it could not make its optimizer"));
+        let verdict = OPTIMIZER_NEW.during(|| process_group.compare(described, "it could not make its optimizer"));
         let (options, slots, count, shards) = built?;
         if let Some((_, difference)) = verdict? {
             let reason = format!("ranks gave different options: {difference}");
@@ -280,7 +283,7 @@ impl<R: UpdateRule> Optimizer for FusedOptimizer<R> {
             return sharded.reducer.clear_pending();
         }
         let checked = scaled::check_unscaled(grads, "step").and_then(|()| self.lead_step(sharded));
-        let result = checked.and_then(|()| label::OPTIMIZER_STEP.during(|| self.apply(grads, None)));
+        let result = checked.and_then(|()| OPTIMIZER_STEP.during(|| self.apply(grads, None)));
         self.sharded.iter().for_each(|sharded| sharded.end_on_error(&result));
         result
     }
@@ -340,7 +343,7 @@ impl<R: UpdateRule> Optimizer for FusedOptimizer<R> {
         sharded::check_norms(&sharded.reducer)?;
         let pending = sharded.pending(&self.slots, grads)?;
         sharded.process_group().announce(Operation::ClipGradNorm)?;
-        let norm = label::OPTIMIZER_NORM.during(|| sharded.norm(&pending))?;
+        let norm = OPTIMIZER_NORM.during(|| sharded.norm(&pending))?;
         let scale = clip::coefficient(norm, max_norm);
         clip::scale(grads, &vars, scale)?;
         sharded.reducer.scale_pending(scale)?;

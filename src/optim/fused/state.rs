@@ -3,8 +3,8 @@ use super::FusedOptimizer;
 use super::sharded::Sharded;
 use super::slot::{Slot, key, state_dtype_of};
 use crate::Result;
-use crate::backend::label;
-use crate::optim::optimizer::{Optimizer, check_learning_rates};
+use crate::backend::Purpose;
+use crate::optim::optimizer::{OPTIMIZER_SAVE, Optimizer, check_learning_rates};
 use crate::optim::rule::UpdateRule;
 use crate::placement::{Placement, Spread};
 use crate::process_group::ProcessGroup;
@@ -14,6 +14,8 @@ use crate::variables::check_named;
 use candle_core::{DType, Tensor};
 use std::collections::HashMap;
 use std::path::Path;
+
+static OPTIMIZER_STATE: Purpose = Purpose::of("an optimizer's state_dict");
 
 /// For which parameters need names.
 const SAVED: &str = "an optimizer to be saved or loaded";
@@ -83,11 +85,11 @@ impl<R: UpdateRule> FusedOptimizer<R> {
     /// Writes the whole state to one file; rank 0 writes.
     pub(super) fn save_together(&self, group: &ProcessGroup, path: &Path) -> Result<()> {
         let dict = match &self.sharded {
-            Some(sharded) => label::OPTIMIZER_STATE.during(|| self.consolidate(sharded, false)),
+            Some(sharded) => OPTIMIZER_STATE.during(|| self.consolidate(sharded, false)),
             None => (group.rank() == 0).then(|| self.state_dict()).transpose(),
         };
         let job = dict.and_then(|dict| dict.map(|dict| WriteJob::new(path, &dict)).transpose());
-        label::OPTIMIZER_SAVE.during(|| group.write_together(job)).map(drop)
+        OPTIMIZER_SAVE.during(|| group.write_together(job)).map(drop)
     }
 
     /// The names of all state tensors of any group, in the same order on all ranks.
@@ -120,7 +122,7 @@ impl<R: UpdateRule> StateDict for FusedOptimizer<R> {
     /// Returns an error of the process group, and [`Error::InvalidArgument`](crate::Error::InvalidArgument) for parameters without names.
     fn state_dict(&self) -> Result<Dict> {
         match &self.sharded {
-            Some(sharded) => Ok(label::OPTIMIZER_STATE.during(|| self.consolidate(sharded, true))?.unwrap_or_default()),
+            Some(sharded) => Ok(OPTIMIZER_STATE.during(|| self.consolidate(sharded, true))?.unwrap_or_default()),
             None => Ok(self.begin(false)?.dict),
         }
     }

@@ -2,7 +2,6 @@
 use crate::call::{Call, Channel};
 use crate::texts;
 use candle_ddp_base::wire::{Reader, Writer};
-use std::collections::BTreeSet;
 
 /// The progress of one rank's collectives.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -30,13 +29,8 @@ impl ProgressReport {
         writer.u64(self.started).u64(self.begun).u8(u8::from(self.waits_for_lock));
         writer.text(self.activity.as_deref().unwrap_or_default()).u32(self.calls.len() as u32);
         self.calls.iter().for_each(|call| call.encode(writer));
-        // For the texts of errors: the shapes and places that their calls have as numbers.
-        let codes: BTreeSet<u32> = self.calls.iter().flat_map(|call| [call.shape.code(), call.place.code()]).collect();
-        let texts: Vec<_> = codes.into_iter().filter_map(|code| Some((code, texts::known(code)?))).collect();
-        writer.u32(texts.len() as u32);
-        for (code, text) in &texts {
-            writer.u32(*code).text(text);
-        }
+        // For the texts of errors. The newest calls are the most likely ones there.
+        texts::encode(self.calls.iter().rev().flat_map(Call::codes), writer);
     }
 
     /// Decodes a report, and learns the texts that come with it.
@@ -45,10 +39,7 @@ impl ProgressReport {
         let activity = Some(reader.text()?).filter(|text| !text.is_empty());
         let count = reader.u32()?;
         let calls = (0..count).map(|_| Call::decode(reader)).collect::<Option<_>>()?;
-        for _ in 0..reader.u32()? {
-            let (code, text) = (reader.u32()?, reader.text()?);
-            texts::learn(code, || text);
-        }
+        texts::decode(reader)?;
         Some(Self { started, begun, calls, waits_for_lock, activity })
     }
 }
@@ -111,5 +102,26 @@ mod tests {
         for cut in 0..writer.0.len() {
             assert_eq!(ProgressReport::decode(&mut Reader(&writer.0[..cut])), None, "cut at {cut}");
         }
+    }
+
+    #[test]
+    fn a_rank_that_hears_of_a_label_that_it_never_used_shows_its_text() {
+        let text = "a label of another rank";
+        let written = |call| {
+            let mut writer = Writer::default();
+            ProgressReport { started: 1, begun: 1, calls: vec![call], ..ProgressReport::default() }.encode(&mut writer);
+            writer
+        };
+        let call = Call { label: Label::of(text), ..Call::bare(Operation::Barrier) };
+        // This rank does not know the text, which the other one writes behind its calls.
+        let mut writer = written(call);
+        assert_eq!(call.to_string(), "barrier()");
+        let without = writer.0.len() - 4;
+        writer.0.truncate(without);
+        writer.u32(1).u32(call.label.code()).text(text);
+        let heard = ProgressReport::decode(&mut Reader(&writer.0)).unwrap();
+        assert_eq!(heard.calls[0].to_string(), "barrier() for a label of another rank");
+        // So would this rank now.
+        assert_eq!(written(call).0, writer.0);
     }
 }

@@ -3,7 +3,6 @@ use crate::call::{Call, Channel};
 use crate::call_site::CallSite;
 use crate::texts;
 use candle_ddp_base::wire::{Reader, Writer};
-use std::collections::BTreeMap;
 
 /// A rank's place in its program.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -116,12 +115,7 @@ impl Report {
         writer.u32(self.rank as u32);
         write_numbers(&mut writer, &self.threads);
         writer.u32(self.groups.len() as u32);
-        let mut codes = BTreeMap::new();
-        let mut note = |code: u32| {
-            if let Some(text) = texts::known(code) {
-                codes.insert(code, text);
-            }
-        };
+        let mut codes = Vec::new();
         for group in &self.groups {
             writer.u64(group.id).text(&group.name).u32(group.rank as u32).u8(u8::from(group.is_open));
             write_numbers(&mut writer, &group.helpers);
@@ -131,14 +125,14 @@ impl Report {
                 writer.u64(*started).u64(*behind).u8(u8::from(running.is_some())).u8(u8::from(*needs_receiver));
                 if let Some((sequence, call)) = running {
                     call.encode(writer.u64(*sequence));
-                    [call.label.code(), call.shape.code(), call.place.code()].into_iter().for_each(&mut note);
+                    codes.extend(call.codes());
                 }
             }
             writer.u32(group.waits.len() as u32);
             for Wait { thread, channel, sequence, place, is_held } in &group.waits {
                 write_channel(&mut writer, *channel);
                 writer.u64(*thread).u64(*sequence).u32(place.code()).u8(u8::from(*is_held));
-                note(place.code());
+                codes.push(place.code());
             }
             writer.u8(u8::from(group.next.is_some())).u64(group.next.unwrap_or_default());
             writer.u32(group.stream_waits.len() as u32);
@@ -151,12 +145,9 @@ impl Report {
         for Making { id, parent, name, ranks, thread, number, place } in &self.makings {
             writer.u64(*id).u64(*parent).text(name).u64(*thread).u64(*number).u32(place.code());
             write_numbers(&mut writer, ranks);
-            note(place.code());
+            codes.push(place.code());
         }
-        writer.u32(codes.len() as u32);
-        for (code, text) in &codes {
-            writer.u32(*code).text(text);
-        }
+        texts::encode(codes, &mut writer);
         writer.0
     }
 
@@ -166,10 +157,7 @@ impl Report {
         let (rank, threads) = (reader.rank()?, read_numbers(&mut reader)?);
         let groups = (0..reader.u32()?).map(|_| read_group(&mut reader)).collect::<Option<_>>()?;
         let makings = (0..reader.u32()?).map(|_| read_making(&mut reader)).collect::<Option<_>>()?;
-        for _ in 0..reader.u32()? {
-            let (code, text) = (reader.u32()?, reader.text()?);
-            texts::learn(code, || text);
-        }
+        texts::decode(&mut reader)?;
         Some(Self { rank, threads, groups, makings })
     }
 }
