@@ -8,6 +8,7 @@ use candle_core::Device;
 #[doc(no_inline)]
 pub use candle_ddp_data::*;
 use std::ops::Range;
+use std::time::Duration;
 
 static LOADER_NEW: Purpose = Purpose::of("DataLoader::new");
 
@@ -30,6 +31,10 @@ impl candle_ddp_data::LoaderGroup for ProcessGroup {
 
     fn micro_batches(&self) -> Option<Range<usize>> {
         self.micro_batches().map(|ranks| ranks.own())
+    }
+
+    fn timeout(&self) -> Duration {
+        self.timeout()
     }
 
     fn compare_loaders(&self, description: std::result::Result<String, &Error>) -> Result<Option<(usize, String)>> {

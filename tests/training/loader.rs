@@ -137,7 +137,8 @@ fn the_error_of_the_other_ranks_says_for_which_sample_a_rank_waits() {
         let door = Arc::<(Mutex<bool>, Condvar)>::default();
         let short = SpawnOptions { world_size: 2, timeout: Duration::from_secs(4), ..Default::default() };
         let errors = spawn_with(short, |pg| {
-            let options = LoaderOptions { num_workers, sampler: IN_ORDER, ..options(2, false) };
+            let timeout = Some(Duration::from_secs(300));
+            let options = LoaderOptions { num_workers, timeout, sampler: IN_ORDER, ..options(2, false) };
             let loader: DataLoader<Closed, Vec<usize>> =
                 DataLoader::with_collate(Closed(Arc::clone(&door)), &pg, options, Ok)?;
             pg.barrier()?;
@@ -153,10 +154,43 @@ fn the_error_of_the_other_ranks_says_for_which_sample_a_rank_waits() {
         });
         let expected = match num_workers {
             0 => "rank 1 has not started this collective: its last was sequence ",
-            _ => "Dataset::get has not returned for the sample(s) 3",
+            _ => "waits for a batch of its DataLoader: worker ",
         };
         let error = errors.unwrap().into_iter().flatten().next().unwrap();
-        assert!(error.contains(expected) && error.contains("Dataset::get"), "{error}");
-        assert!(num_workers > 0 || error.contains("and it is in Dataset::get of sample 3"), "{error}");
+        assert!(error.contains(expected) && error.contains("in Dataset::get of sample 3"), "{error}");
+    }
+}
+
+#[test]
+fn the_other_ranks_get_the_error_of_a_loader_whose_sample_never_comes() {
+    // With the group's time-out, either the loader's error or that of the others' call comes first.
+    for timeout in [Some(Duration::from_millis(200)), None] {
+        let door = Arc::<(Mutex<bool>, Condvar)>::default();
+        let told = Mutex::new(String::new());
+        let short = SpawnOptions { world_size: 2, timeout: Duration::from_secs(4), ..Default::default() };
+        let error = spawn_with(short, |pg| {
+            let options = LoaderOptions { num_workers: 1, timeout, sampler: IN_ORDER, ..options(1, false) };
+            let loader = DataLoader::with_collate(Closed(Arc::clone(&door)), &pg, options, Ok)?;
+            if pg.rank() == 1 {
+                let mut batches = loader.iter();
+                assert_eq!(batches.next().unwrap()?, [1]);
+                return batches.next().unwrap().map(drop);
+            }
+            let error = pg.barrier().unwrap_err();
+            *told.lock().unwrap() = error.to_string();
+            Err(error)
+        });
+        let error = error.unwrap_err();
+        let told = told.into_inner().unwrap();
+        *door.0.lock().unwrap() = true;
+        door.1.notify_all();
+        assert!(told.contains("rank 1") && told.contains("worker 0 has been in Dataset::get of sample 3"), "{told}");
+        if let Some(timeout) = timeout {
+            assert!(told.contains("got no batch in 200ms"), "{told}");
+            let Error::LoaderTimedOut { rank: 1, worker: 0, index: 3, timeout: after, .. } = &error else {
+                panic!("{error:?}")
+            };
+            assert_eq!(*after, timeout);
+        }
     }
 }

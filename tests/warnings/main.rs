@@ -9,6 +9,7 @@ mod diverged;
 mod engine;
 mod epochs;
 mod evaluation_graph;
+mod late_samples;
 mod logger;
 mod lost_gradients;
 mod no_batch;

@@ -2,6 +2,7 @@
 use candle_core::Device;
 use candle_ddp_state::{Error, Result};
 use std::ops::{Deref, Range};
+use std::time::Duration;
 
 /// The ranks that share a dataset: candle-ddp's `ProcessGroup`, or what dereferences to it.
 #[doc(hidden)]
@@ -20,6 +21,9 @@ pub trait LoaderGroup {
 
     /// The numbers of the micro-batches of a global batch that this rank computes, if there are virtual ranks.
     fn micro_batches(&self) -> Option<Range<usize>>;
+
+    /// How long a rank waits for the others.
+    fn timeout(&self) -> Duration;
 
     /// Compares the ranks' descriptions of their loaders. Returns the first rank whose description differs from rank 0's, and how.
     ///
@@ -47,6 +51,10 @@ impl<P: Deref<Target: LoaderGroup>> LoaderGroup for P {
 
     fn micro_batches(&self) -> Option<Range<usize>> {
         (**self).micro_batches()
+    }
+
+    fn timeout(&self) -> Duration {
+        (**self).timeout()
     }
 
     fn compare_loaders(&self, description: std::result::Result<String, &Error>) -> Result<Option<(usize, String)>> {

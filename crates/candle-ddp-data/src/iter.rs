@@ -1,5 +1,6 @@
 //! The batches of an epoch, and how far the program has come in them.
 use super::deal::Deal;
+use super::late::{Patience, Watch};
 use super::order::Batches;
 use super::origin;
 use super::recipe::Recipe;
@@ -330,11 +331,13 @@ pub(super) struct Inline<D, F> {
     order: Batches,
     /// The indices of the current batch, kept for its memory.
     indices: Vec<usize>,
+    watch: Watch,
 }
 
 impl<D, F> Inline<D, F> {
-    pub(super) fn new(recipe: Recipe<D, F>, order: Batches) -> Self {
-        Self { recipe, order, indices: Vec::new() }
+    pub(super) fn new(recipe: Recipe<D, F>, order: Batches, options: &LoaderOptions) -> Self {
+        let watch = Watch::start(Patience::new(recipe.rank, options));
+        Self { recipe, order, indices: Vec::new(), watch }
     }
 }
 
@@ -351,7 +354,7 @@ impl<D: Dataset, T, F: Fn(Vec<D::Sample>) -> Result<T>> Iterator for Inline<D, F
                     "is in Dataset::get of sample {index}. If that is only slow, give the DataLoader workers (num_workers)"
                 )
             };
-            during(text, || self.recipe.read(index))
+            during(text, || self.watch.during(index, || self.recipe.read(index)))
         };
         let samples = self.indices.iter().map(read).collect();
         Some(self.recipe.collate(&self.indices, samples))

@@ -10,6 +10,7 @@ mod group;
 mod images;
 mod indices;
 mod iter;
+mod late;
 mod lengths;
 mod loader;
 mod micro_batch;

@@ -34,8 +34,14 @@ use std::sync::{Arc, Mutex, Once};
 /// **Errors.** An error or a panic in the dataset or in `collate` arrives as [`Error::Samples`] in place of its batch, and names
 /// the index. The batches after it can still be read.
 ///
+/// **Samples that never come.** A worker whose [`Dataset::get`] does not return, as on a network disk that has gone, costs its batch: the
+/// rank warns, and after [`timeout`](LoaderOptions::timeout) gets [`Error::LoaderTimedOut`] in its place, with the worker and the index. In
+/// `ProcessGroup::abort_on_error`, the other ranks get that error as well. The batches after it can still be read, by
+/// the other workers. Without workers, the calling thread itself is stuck. Another thread then warns, and the other ranks' time-out
+/// names the sample.
+///
 /// **Threads.** Each iterator starts its own workers and ends them when it is dropped: each worker ends after the sample
-/// that it is reading, and nobody waits for it. Workers share the ownership of the dataset and of `collate`.
+/// that it is reading, and nobody waits for it, also if it never ends. Workers share the ownership of the dataset and of `collate`.
 /// In a worker, candle's operations, and everything else that uses rayon, run on the worker's own thread, so workers and
 /// training do not compete for the threads of rayon's global pool. `ddprun` sets `RAYON_NUM_THREADS` to a rank's share of
 /// the processors; lower that number if reading takes whole processors.
@@ -127,8 +133,9 @@ where
         let (len, sampler) = (dataset.len(), options.sampler);
         let deal = Deal::of(&options, group);
         let sampler = deal.and_then(|deal| DistributedSampler::of(len, deal, sampler));
+        let timed = options.of_group(group);
         let loader =
-            sampler.and_then(|sampler| Self::of_sampler(dataset, sampler, options, Some(group.device()), collate));
+            sampler.and_then(|sampler| Self::of_sampler(dataset, sampler, timed, Some(group.device()), collate));
         Self::compared(loader, group, |_| format!("length of the dataset: {len}\noptions: {options:?}"))
     }
 
@@ -162,8 +169,8 @@ where
             }
             let (deal, seed) = (Deal::of(&options, group)?, options.sampler.seed);
             let order: Arc<dyn Order> = Arc::new(order);
-            let loader =
-                Self::make(dataset, ("order", order), (deal, seed, 0), options, Some(group.device()), collate)?;
+            let timed = options.of_group(group);
+            let loader = Self::make(dataset, ("order", order), (deal, seed, 0), timed, Some(group.device()), collate)?;
             // Errors come early, and the ranks compare it.
             let order = loader.order_of(0)?;
             loader.position().order = Some(order);

@@ -1,5 +1,7 @@
 //! How ranks share a dataset, and how a loader makes batches.
+use super::LoaderGroup;
 use candle_ddp_state::{Error, Result};
+use std::time::Duration;
 
 /// How a [`DistributedSampler`](super::DistributedSampler) deals the dataset out. The defaults are PyTorch's.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -56,6 +58,11 @@ pub struct LoaderOptions {
     pub num_workers: usize,
     /// How many batches for each worker are begun before they are asked for. Default: 2. Without workers it has no effect.
     pub prefetch_factor: usize,
+    /// How long the program waits for one batch of the workers, at most: PyTorch's `timeout`. Then it gets
+    /// [`Error::LoaderTimedOut`], which names the worker and the sample, and before that at least one warning. Default: None,
+    /// the group's time-out, as for zero; a loader without a group ([`from_sampler`](super::DataLoader::from_sampler)) waits for
+    /// ever, and only warns. Without workers the program's own thread reads, and nothing can end its wait: there it is a warning.
+    pub timeout: Option<Duration>,
     /// Which samples each rank gets, and in which order. Default: shuffled anew in each epoch, and padded so that every rank
     /// gets the same number.
     pub sampler: SamplerOptions,
@@ -63,7 +70,14 @@ pub struct LoaderOptions {
 
 impl Default for LoaderOptions {
     fn default() -> Self {
-        Self { batch_size: 1, drop_last: false, num_workers: 0, prefetch_factor: 2, sampler: SamplerOptions::default() }
+        Self {
+            batch_size: 1,
+            drop_last: false,
+            num_workers: 0,
+            prefetch_factor: 2,
+            timeout: None,
+            sampler: SamplerOptions::default(),
+        }
     }
 }
 
@@ -80,6 +94,16 @@ impl LoaderOptions {
             return Err(Error::invalid("prefetch_factor", "num_workers × prefetch_factor overflows usize"));
         }
         Ok(())
+    }
+
+    /// The options with the time-out of `group` if they have none.
+    pub(super) fn of_group(self, group: &dyn LoaderGroup) -> Self {
+        Self { timeout: Some(self.timeout().unwrap_or_else(|| group.timeout())), ..self }
+    }
+
+    /// The time-out, if there is one.
+    pub(super) fn timeout(&self) -> Option<Duration> {
+        self.timeout.filter(|timeout| !timeout.is_zero())
     }
 
     /// The number of batches that an order of `len` indices makes.

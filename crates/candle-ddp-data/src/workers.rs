@@ -3,21 +3,18 @@
 //! Workers take samples, one at a time, in the order in which they are needed; whoever reads the last sample of a batch
 //! makes the batch. So all workers share the work on the next batch, and a slow sample holds up nothing but its own batch
 //! and the delivery of those after it. The window bounds how many batches are begun and not yet delivered.
+use super::late::Patience;
 use super::order::Batches;
 use super::recipe::Recipe;
 use super::{Dataset, LoaderOptions};
 use candle_ddp_base::activity::during;
 use candle_ddp_base::panic::{lock, wait, wait_timeout};
 use candle_ddp_base::text::some;
-use candle_ddp_base::warnings::warn_aloud;
 use candle_ddp_state::{Error, Result};
 use std::cell::Cell;
 use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};
-
-/// How long a batch may take before a warning names its samples. Each further one comes after twice that time.
-const SLOW: Duration = Duration::from_secs(60);
 
 thread_local! {
     static IS_WORKER: Cell<bool> = const { Cell::new(false) };
@@ -42,6 +39,7 @@ struct Shared<S, T> {
 
 /// The batches that were begun and not delivered.
 struct Window<S, T> {
+    rank: usize,
     options: LoaderOptions,
     /// The batches that are not begun.
     order: Batches,
@@ -50,6 +48,8 @@ struct Window<S, T> {
     first: usize,
     /// The next sample to read: the number of its batch, and its place in it.
     next: (usize, usize),
+    /// The present work of each worker.
+    work: Vec<Option<Work>>,
     /// Nothing is left to be begun.
     exhausted: bool,
     /// Nobody wants batches any more.
@@ -65,10 +65,19 @@ struct Batch<S, T> {
 }
 
 /// A sample to read.
+#[derive(Clone, Copy)]
 struct Job {
     batch: usize,
     place: usize,
     index: usize,
+}
+
+/// A worker's sample and, when it was the last of its batch, that batch.
+#[derive(Clone, Copy)]
+struct Work {
+    job: Job,
+    collates: bool,
+    since: Instant,
 }
 
 /// All samples of a batch.
@@ -87,12 +96,14 @@ impl<S: Send + 'static, T: Send + 'static> Workers<S, T> {
         // An order's own batches have many samples.
         let count = if order.len() == 0 { 0 } else { options.num_workers.min(order.samples_left()) };
         let window = Window {
+            rank: recipe.rank,
             options,
             exhausted: order.len() == 0,
             order,
             batches: VecDeque::new(),
             first: 0,
             next: (0, 0),
+            work: vec![None; count],
             closed: false,
         };
         let shared = Shared { window: Mutex::new(window), moved: Condvar::new(), made: Condvar::new() };
@@ -115,21 +126,21 @@ impl<S: Send + 'static, T: Send + 'static> Workers<S, T> {
                     Error::io(context, std::io::Error::other(error))
                 })?;
             // The pool's thread ends after this.
-            pool.spawn(move || work(&shared, &recipe));
+            pool.spawn(move || work(number, &shared, &recipe));
         }
         Ok(workers)
     }
 }
 
 /// The work of a worker thread.
-fn work<D: Dataset, T, F>(shared: &Shared<D::Sample, T>, recipe: &Recipe<D, F>)
+fn work<D: Dataset, T, F>(worker: usize, shared: &Shared<D::Sample, T>, recipe: &Recipe<D, F>)
 where
     F: Fn(Vec<D::Sample>) -> Result<T>,
 {
     IS_WORKER.set(true);
-    while let Some(job) = shared.take() {
+    while let Some(job) = shared.take(worker) {
         let sample = recipe.read(job.index);
-        if let Some(Complete { indices, samples }) = shared.put(&job, sample) {
+        if let Some(Complete { indices, samples }) = shared.put(worker, &job, sample) {
             let batch = recipe.collate(&indices, samples);
             shared.deliver(job.batch, batch);
         }
@@ -138,8 +149,9 @@ where
 
 impl<S, T> Shared<S, T> {
     /// The next sample to read, when there is room for it. None when there is nothing left to do.
-    fn take(&self) -> Option<Job> {
+    fn take(&self, worker: usize) -> Option<Job> {
         let mut window = lock(&self.window);
+        window.work[worker] = None;
         loop {
             if window.closed || window.exhausted {
                 return None;
@@ -153,34 +165,36 @@ impl<S, T> Shared<S, T> {
                     self.made.notify_all();
                     return None;
                 }
-                return Some(window.job());
+                let job = window.job();
+                window.work[worker] = Some(Work { job, collates: false, since: Instant::now() });
+                return Some(job);
             }
             window = wait(&self.moved, window);
         }
     }
 
     /// Hands a sample in. Returns the samples of its batch if it was the last one.
-    fn put(&self, job: &Job, sample: Result<S>) -> Option<Complete<S>> {
+    fn put(&self, worker: usize, job: &Job, sample: Result<S>) -> Option<Complete<S>> {
         let mut window = lock(&self.window);
-        // Unless the window was closed, the batch is still there: it is not made without this sample.
-        let number = job.batch - window.first;
-        let batch = window.batches.get_mut(number)?;
+        // Unless the window was closed or the batch given up, it is still there: it is not made without this sample.
+        let batch = window.batch(job.batch)?;
         batch.samples[job.place] = Some(sample);
         batch.missing -= 1;
         if batch.missing > 0 {
             return None;
         }
         let samples = std::mem::take(&mut batch.samples).into_iter().flatten().collect();
-        Some(Complete { indices: batch.indices.clone(), samples })
+        let complete = Complete { indices: batch.indices.clone(), samples };
+        window.work[worker] = Some(Work { job: *job, collates: true, since: Instant::now() });
+        Some(complete)
     }
 
     /// Hands a batch in.
     fn deliver(&self, number: usize, made: Result<T>) {
         let mut window = lock(&self.window);
-        let first = window.first;
-        if let Some(batch) = window.batches.get_mut(number - first) {
+        if let Some(batch) = window.batch(number) {
             batch.batch = Some(made);
-            if number == first {
+            if number == window.first {
                 self.made.notify_all();
             }
         }
@@ -203,6 +217,11 @@ impl<S, T> Window<S, T> {
         !self.exhausted
     }
 
+    /// A batch by its number in the epoch, if it was begun and is still wanted.
+    fn batch(&mut self, number: usize) -> Option<&mut Batch<S, T>> {
+        self.batches.get_mut(number.checked_sub(self.first)?)
+    }
+
     /// The next sample, of a batch that was begun.
     fn job(&mut self) -> Job {
         let (batch, place) = self.next;
@@ -220,17 +239,44 @@ impl<S, T> Window<S, T> {
         self.batches.front().is_some_and(|batch| batch.batch.is_some())
     }
 
+    /// The workers that the first batch waits for, the one that has worked the longest first: those that read its samples or
+    /// collate it or, if there are none, those that still work on batches that were given up.
+    fn awaited(&self) -> Vec<(usize, Work)> {
+        let mut busy: Vec<_> =
+            self.work.iter().enumerate().filter_map(|(worker, work)| Some((worker, (*work)?))).collect();
+        if busy.iter().any(|(_, work)| work.job.batch == self.first) {
+            busy.retain(|(_, work)| work.job.batch == self.first);
+        }
+        busy.sort_by_key(|(_, work)| work.since);
+        busy
+    }
+
     /// The workers' part in the first batch.
     fn activity(&self) -> String {
-        let Some(batch) = self.batches.front() else { return "the order of the samples is not there".to_string() };
-        let is_begun = |place: &usize| (self.first, *place) < self.next;
-        let unread = (0..batch.indices.len())
-            .filter(|place| is_begun(place) && batch.samples.get(*place).is_some_and(Option::is_none));
-        let unread: Vec<String> = unread.map(|place| batch.indices[place].to_string()).collect();
-        match unread.is_empty() {
-            true => format!("its samples, of which the first is {}, are read, but not made a batch", batch.indices[0]),
-            false => format!("Dataset::get has not returned for the sample(s) {}", some(&unread)),
+        let describe = |(worker, work): (usize, Work)| {
+            let (index, seconds) = (work.job.index, work.since.elapsed().as_secs());
+            match work.collates {
+                false => format!("worker {worker} has been in Dataset::get of sample {index} for {seconds} s"),
+                true => format!("worker {worker} has been making the batch of sample {index} for {seconds} s"),
+            }
+        };
+        let workers: Vec<String> = self.awaited().into_iter().map(describe).collect();
+        if workers.is_empty() { "no worker has begun it".to_string() } else { some(&workers) }
+    }
+
+    /// Gives the first batch up, for which the program has waited too long. None if no worker has begun anything, or there
+    /// is no such batch.
+    fn give_up(&mut self, timeout: Duration) -> Option<Error> {
+        let (worker, Work { job: Job { index, .. }, .. }) = self.awaited().into_iter().next()?;
+        let error = Error::LoaderTimedOut { rank: self.rank, worker, index, timeout, activity: self.activity() };
+        // If all workers are stuck in earlier batches, nobody has begun this one.
+        if self.batches.is_empty() && !self.begin() {
+            return None;
         }
+        self.batches.pop_front();
+        self.first += 1;
+        self.next = self.next.max((self.first, 0));
+        Some(error)
     }
 }
 
@@ -243,21 +289,32 @@ impl<S, T> Workers<S, T> {
 }
 
 impl<S, T> Shared<S, T> {
-    /// Waits until the first batch is made, or there is none.
-    fn wait(&self) {
+    /// Waits until the first batch is made, or there is none. Returns the error if that takes too long.
+    fn wait(&self) -> Option<Error> {
         let mut window = lock(&self.window);
-        let (since, mut patience) = (Instant::now(), SLOW);
+        let (since, timeout) = (Instant::now(), window.options.timeout());
+        let mut patience = Patience::new(window.rank, &window.options);
         while !window.is_ready() && !window.is_over() {
-            window = wait_timeout(&self.made, window, patience.saturating_sub(since.elapsed()));
-            if since.elapsed() >= patience && !window.is_ready() {
-                patience *= 2;
-                let (seconds, activity) = (since.elapsed().as_secs(), window.activity());
-                warn_aloud(format_args!(
-                    "this rank has waited {seconds} s for a batch of its DataLoader: {activity}. The other ranks wait for it in their next \
-                     collective; if the data is only slow, give the loader more workers"
-                ));
+            let waited = since.elapsed();
+            patience.warn(waited, || {
+                let end = timeout.map_or("never".to_string(), |timeout| format!("after {timeout:?}"));
+                format!(
+                    "a batch: {}. It ends {end}, with an error (LoaderOptions.timeout). If the data is only slow, give the loader more workers",
+                    window.activity()
+                )
+            });
+            if let Some(timeout) = timeout.filter(|timeout| waited >= *timeout)
+                && let Some(error) = window.give_up(timeout)
+            {
+                self.moved.notify_all();
+                return Some(error);
             }
+            let left = timeout.map_or(Duration::MAX, |timeout| timeout.saturating_sub(waited));
+            // A worker may be late to begin.
+            let next = patience.left(waited).min(left).max(Duration::from_millis(1));
+            window = wait_timeout(&self.made, window, next);
         }
+        None
     }
 }
 
@@ -268,7 +325,9 @@ impl<S: Send + 'static, T: Send + 'static> Iterator for Workers<S, T> {
         if !lock(&self.0.window).is_ready() {
             let shared = Arc::clone(&self.0);
             let text = move || format!("waits for a batch of its DataLoader: {}", lock(&shared.window).activity());
-            during(text, || self.0.wait());
+            if let Some(error) = during(text, || self.0.wait()) {
+                return Some(Err(error));
+            }
         }
         let mut window = lock(&self.0.window);
         let batch = window.batches.pop_front()?.batch;

@@ -110,7 +110,7 @@ where
         }
         let recipe = self.recipe(epoch, move |samples| collate(samples));
         let batches: Source<T> = match self.options.num_workers {
-            0 => Box::new(Inline::new(recipe, order)),
+            0 => Box::new(Inline::new(recipe, order, &self.options)),
             _ => Box::new(Workers::start(recipe, order, self.options)?),
         };
         Ok(match self.device.clone() {

@@ -244,7 +244,108 @@ fn what_a_late_batch_waits_for_is_known() {
     let mut workers = super::Workers::start(recipe, order, options).unwrap();
     assert_eq!(workers.next().unwrap().unwrap(), [0, 1, 2, 3]);
     let activity = || workers.0.window.lock().unwrap().activity();
-    wait_for("both samples", || activity() == "Dataset::get has not returned for the sample(s) 4, 6");
+    wait_for("both samples", || {
+        let text = activity();
+        [4, 6].iter().all(|index| text.contains(&format!("has been in Dataset::get of sample {index} for ")))
+    });
     go_on.store(true, Ordering::SeqCst);
     assert_eq!(workers.next().unwrap().unwrap(), [4, 5, 6, 7]);
+}
+
+/// A door at which workers wait, and the names of those that are there.
+#[derive(Default)]
+struct Door {
+    waiting: Mutex<Vec<String>>,
+    open: AtomicBool,
+}
+
+impl Door {
+    fn pass(&self) {
+        self.waiting.lock().unwrap().push(std::thread::current().name().unwrap().to_string());
+        while !self.open.load(Ordering::SeqCst) {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+}
+
+#[test]
+fn a_worker_that_does_not_come_back_costs_its_batch_and_not_those_of_the_others() {
+    for in_collate in [false, true] {
+        let (door, made) = (Arc::new(Door::default()), Arc::new(AtomicUsize::new(0)));
+        let get = {
+            let door = door.clone();
+            move |index| {
+                if index == 4 && !in_collate {
+                    door.pass();
+                }
+                index
+            }
+        };
+        let collate = {
+            let (door, made) = (door.clone(), made.clone());
+            move |samples: Vec<usize>| {
+                if samples[0] == 4 && in_collate {
+                    door.pass();
+                }
+                made.fetch_add(1, Ordering::SeqCst);
+                Ok(samples)
+            }
+        };
+        let options = SamplerOptions { shuffle: false, ..Default::default() };
+        let sampler = DistributedSampler::new(8, 0, 1, options).unwrap();
+        let timeout = Some(Duration::from_millis(200));
+        let options =
+            LoaderOptions { batch_size: 2, num_workers: 2, prefetch_factor: 4, timeout, ..Default::default() };
+        let loader = DataLoader::from_sampler(Samples(8, get), sampler, options, collate).unwrap();
+        let mut batches = loader.iter();
+        wait_for("the batches of the other worker", || made.load(Ordering::SeqCst) == 3);
+        wait_for("the stuck worker", || !door.waiting.lock().unwrap().is_empty());
+        let mut next = || batches.next().unwrap();
+        assert_eq!([next().unwrap(), next().unwrap()], [[0, 1], [2, 3]]);
+        let error = next().unwrap_err();
+        let Error::LoaderTimedOut { rank: 0, worker, index, timeout: after, activity } = &error else {
+            panic!("{error:?}")
+        };
+        let name = door.waiting.lock().unwrap()[0].clone();
+        assert_eq!((format!("data-worker-{worker}"), *after), (name, timeout.unwrap()));
+        if in_collate {
+            assert!([4, 5].contains(index) && activity.contains("has been making the batch of sample"), "{error}");
+        } else {
+            assert!(*index == 4 && activity.contains("has been in Dataset::get of sample 4 for "), "{error}");
+        }
+        assert_eq!(next().unwrap(), [6, 7]);
+        assert!(batches.next().is_none());
+        // Returns, although a worker cannot end.
+        drop((batches, loader));
+        assert!(Arc::strong_count(&door) > 1);
+        door.open.store(true, Ordering::SeqCst);
+        wait_for("the end of the workers", || Arc::strong_count(&door) == 1);
+    }
+}
+
+#[test]
+fn each_batch_is_an_error_while_all_workers_are_stuck_and_then_they_go_on() {
+    let door = Arc::new(Door::default());
+    let inside = door.clone();
+    let get = move |index| {
+        if index == 0 {
+            inside.pass();
+        }
+        index
+    };
+    let order = Arc::new((0..5).collect::<EpochOrder>());
+    let deal = Deal::new(0, 1, Remainder::Pad).unwrap();
+    let options = LoaderOptions { num_workers: 1, timeout: Some(Duration::from_millis(20)), ..Default::default() };
+    let order = Batches::new(order, 0, &deal, options);
+    let recipe = super::Recipe { dataset: Arc::new(Samples(5, get)), collate: Ok, seed: 0, epoch: 0, rank: 0 };
+    let mut workers = super::Workers::start(recipe, order, options).unwrap();
+    for _ in 0..4 {
+        let error = workers.next().unwrap().unwrap_err();
+        assert!(matches!(error, Error::LoaderTimedOut { worker: 0, index: 0, .. }), "{error}");
+    }
+    door.open.store(true, Ordering::SeqCst);
+    // The worker may need longer than the time-out to go on.
+    wait_for("the last batch", || workers.is_ready());
+    assert_eq!(workers.next().unwrap().unwrap(), [4]);
+    assert!(workers.next().is_none());
 }

@@ -63,8 +63,8 @@ impl Error {
         }
         names!(
             Candle Io InvalidArgument RankOutOfRange Unavailable Connect InvalidTensor UnsupportedDType Nccl Engine RankFailed MonitoredBarrier InputsExhausted
-            Mismatch BackwardOutside OtherModelInGraph StaleGraph UnusedParameters NothingCounted NonFinite Parameter Samples Replica
-            DataFile CheckpointFile CheckpointMismatch PartDiffers ReplicasDiffer CheckpointPart GradScaler Kernel
+            Mismatch BackwardOutside OtherModelInGraph StaleGraph UnusedParameters NothingCounted NonFinite Parameter Samples
+            LoaderTimedOut Replica DataFile CheckpointFile CheckpointMismatch PartDiffers ReplicasDiffer CheckpointPart GradScaler Kernel
         )
     }
 }

@@ -309,6 +309,26 @@ pub enum Error {
         reason: String,
     },
 
+    /// A worker of a `DataLoader` has not returned in time: see `LoaderOptions::timeout`. The batch is left out; those after it can
+    /// be read while other workers are left. The group still works, but the other ranks may wait for this one.
+    #[error(
+        "rank {rank}: its DataLoader got no batch in {timeout:?}: {}. The disk or the decoder behind worker {worker} may be stuck; if \
+         sample {index} is only slow, give the loader more workers, or a longer LoaderOptions.timeout",
+        Printable(activity)
+    )]
+    LoaderTimedOut {
+        /// This rank.
+        rank: usize,
+        /// The number of the worker thread, from 0 to `num_workers` - 1.
+        worker: usize,
+        /// The index in the dataset of the sample that it reads, or of the first one in the batch that it makes.
+        index: usize,
+        /// How long the rank has waited for the batch.
+        timeout: Duration,
+        /// The work of the workers for this batch, and since when.
+        activity: String,
+    },
+
     // DataParallel
     /// A replica of DataParallel returned an error or panicked.
     #[error("replica {replica} on device {device} failed: {reason}")]

@@ -1,0 +1,56 @@
+//! A loader says for which sample it waits before its time-out.
+use crate::common::ranks;
+use crate::logger::{self, LOG};
+use candle_ddp::Result;
+use candle_ddp::data::{DataLoader, Dataset, LoaderOptions, SamplerOptions};
+use candle_ddp::seed::Generator;
+use std::time::{Duration, Instant};
+
+fn warnings() -> Vec<String> {
+    LOG.0.lock().unwrap().clone()
+}
+
+/// Indices, of which sample 3 comes when a warning has named it.
+struct Late;
+
+impl Dataset for Late {
+    type Sample = usize;
+
+    fn len(&self) -> usize {
+        6
+    }
+
+    fn get(&self, index: usize, _: &mut Generator) -> Result<usize> {
+        let since = Instant::now();
+        while index == 3 && !warnings().iter().any(|text| text.contains("sample 3")) {
+            assert!(since.elapsed() < Duration::from_secs(60), "no warning has named it");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        Ok(index)
+    }
+}
+
+#[test]
+fn a_sample_that_is_late_is_named_with_and_without_workers() {
+    let _turn = logger::collect();
+    for num_workers in [0, 2] {
+        LOG.0.lock().unwrap().clear();
+        ranks(2, |pg| {
+            let sampler = SamplerOptions { shuffle: false, ..Default::default() };
+            let timeout = Some(Duration::from_millis(400));
+            let options = LoaderOptions { num_workers, timeout, sampler, ..Default::default() };
+            let loader = DataLoader::with_collate(Late, &pg, options, Ok)?;
+            // With workers, a batch may be an error.
+            assert_eq!(loader.iter().filter(|batch| batch.is_ok() || num_workers > 0).count(), 3);
+            Ok(())
+        });
+        let warnings = warnings();
+        let named = warnings.iter().find(|text| text.contains("sample 3")).unwrap();
+        assert!(named.starts_with("rank 1's DataLoader has waited 0 s for "), "{named}");
+        let expected = match num_workers {
+            0 => "sample 3, which Dataset::get reads on the program's own thread",
+            _ => "It ends after 400ms, with an error (LoaderOptions.timeout)",
+        };
+        assert!(named.contains(expected), "{named}");
+    }
+}
