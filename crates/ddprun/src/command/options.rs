@@ -82,7 +82,7 @@ pub(crate) struct Options {
 
     /// Serves the metrics of the run at http://ADDRESS:PORT/metrics, in the text format of Prometheus: steps, speed and waits of
     /// each rank, what the programs report, restarts and more. 0 means a free port. The ddprun that hosts the store serves
-    /// them: the one on machine 0.
+    /// them: `ddprun host-store`, if the run has one; otherwise the one on machine 0, or at --rdzv-endpoint.
     #[arg(long, alias = "metrics_port", value_name = "PORT", value_parser = trimmed::<u16>, help_heading = OUTPUT)]
     pub(crate) metrics_port: Option<u16>,
 
