@@ -283,6 +283,21 @@ fn too_few_nodes_end_the_run() {
     ran.says("The 1 remaining node(s) are fewer than --nnodes requires (2)");
 }
 
+/// It has no workers, and fails with the run.
+#[test]
+fn a_spare_of_a_run_that_fails_ends_with_its_code_and_its_reason() {
+    let nodes = Nodes::new("2");
+    let script = format!("{SCRIPT}; [ $RANK != 3 ] || exit 7; exec sleep 1000");
+    let members = [nodes.start(&[], &script), nodes.start(&[], &script)];
+    nodes.wait_for_round(0, 2);
+    let spare = nodes.start(&[], &script);
+    nodes.wait_for_spare(0);
+    let all = nodes.end(members.into_iter().chain([spare]).collect());
+    assert_eq!(all.iter().map(|ran| ran.code).collect::<Vec<_>>(), [Some(7); 3], "{all:?}");
+    all[2].says("rank 3 on host ");
+    all[2].says("(node 1) failed first: it exited with code 7");
+}
+
 /// With restarts, the run waits until there are enough nodes again.
 #[test]
 fn a_restart_waits_for_a_node_in_place_of_a_dead_one() {
