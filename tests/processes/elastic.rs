@@ -23,11 +23,11 @@ fn launched(world_size: usize, options: &[&str], events: &str, min: Option<usize
     Run::of(RANK, world_size, options, events, min)
 }
 
-/// Starts a ddprun that is a node with two ranks of a run with `nnodes` nodes, and waits until the store has `key`.
-fn node(nnodes: &str, folder: &Path, port: u16, events: &str, key: &str) -> Child {
+/// Starts a ddprun that is a node with `ranks` ranks of a run with `nnodes` nodes, and waits until the store has `key`.
+fn node((nnodes, ranks): (&str, usize), folder: &Path, port: u16, events: &str, key: &str) -> Child {
     let mut launcher = Command::new(crate::common::ddprun());
-    launcher.args(["--nnodes", nnodes, "--nproc-per-node=2", "--rdzv-backend=c10d", "--rdzv-id=elastic"]);
-    launcher.arg(format!("--rdzv-endpoint=localhost:{port}"));
+    launcher.args(["--nnodes", nnodes, "--rdzv-backend=c10d", "--rdzv-id=elastic"]);
+    launcher.arg(format!("--nproc-per-node={ranks}")).arg(format!("--rdzv-endpoint=localhost:{port}"));
     launcher.arg("--rdzv-conf=keep_alive_interval=0.1,keep_alive_max_attempt=40");
     launcher.arg(std::env::current_exe().unwrap()).args(arguments(RANK));
     launcher.env(EVENTS, events).env(FOLDER, folder).stdout(Stdio::null()).stderr(Stdio::piped());
@@ -44,8 +44,8 @@ fn a_whole_node_dies_and_another_comes_while_survivors_go_on() {
     let (folder, port) = (folder.path(), crate::common::free_port());
     let events = "0 wait-forward 3,0 wait-forward 6";
     // The first node to come gets the first ranks.
-    let first = node("1:2", folder, port, events, "candle_ddp/nodes/welcome/0");
-    let mut second = node("1:2", folder, port, events, "candle_ddp/nodes/welcome/1");
+    let first = node(("1:2", 2), folder, port, events, "candle_ddp/nodes/welcome/0");
+    let mut second = node(("1:2", 2), folder, port, events, "candle_ddp/nodes/welcome/1");
     let entered = |rank: usize| {
         std::fs::read_to_string(folder.join(format!("entered-{rank}"))).map_or(0, |text| text.lines().count())
     };
@@ -58,7 +58,7 @@ fn a_whole_node_dies_and_another_comes_while_survivors_go_on() {
     wait_for("steps without the second node", || waits(6));
     assert_eq!((entered(0), entered(2)), (2, 1));
     // It is admitted by its own generation.
-    let third = node("1:2", folder, port, events, "candle_ddp/agent/0/generation/2");
+    let third = node(("1:2", 2), folder, port, events, "candle_ddp/agent/0/generation/2");
     std::fs::write(folder.join("go-6"), "").unwrap();
     let outputs = [first, third].map(|node| node.wait_with_output().unwrap());
     for output in &outputs {
@@ -75,14 +75,17 @@ fn a_whole_node_dies_and_another_comes_while_survivors_go_on() {
     assert!(run.stderr().contains("the others continue with it, 4 ranks in all"), "{}", run.stderr());
 }
 
-/// The spare, a third node, has waited since before the run began.
+/// The spare, a third node, has waited since before the run began. It has as many ranks as the node that dies, which are more than
+/// those of the first node.
 #[test]
 fn a_spare_takes_the_place_of_a_node_that_dies() {
     let folder = tempfile::tempdir().unwrap();
     let (folder, port) = (folder.path(), crate::common::free_port());
     let events = "0 wait-forward 3";
-    let start = |slot: usize| node("2", folder, port, events, &format!("candle_ddp/nodes/welcome/{slot}"));
-    let (first, mut second, spare) = (start(0), start(1), start(2));
+    let start = |slot: usize, ranks: usize| {
+        node(("2", ranks), folder, port, events, &format!("candle_ddp/nodes/welcome/{slot}"))
+    };
+    let (first, mut second, spare) = (start(0, 1), start(1, 3), start(2, 3));
     wait_for("the first steps of four ranks", || folder.join("0 wait-forward 3-0-3").exists());
     second.kill().unwrap();
     second.wait().unwrap();
@@ -95,11 +98,11 @@ fn a_spare_takes_the_place_of_a_node_that_dies() {
     }
     result(folder, &[0, 1, 2, 3]);
     // One generation follows another: the survivors never were fewer than four.
-    for survivor in [processes(folder, 0), processes(folder, 1)] {
-        assert!(survivor.len() == 2 && survivor[0] == survivor[1], "{survivor:?}");
+    let survivor = processes(folder, 0);
+    assert!(survivor.len() == 2 && survivor[0] == survivor[1], "{survivor:?}");
+    for replaced in [1, 2, 3].map(|rank| processes(folder, rank)) {
+        assert!(replaced.len() == 2 && replaced[0] != replaced[1], "{replaced:?}");
     }
-    let replaced = processes(folder, 2);
-    assert!(replaced.len() == 2 && replaced[0] != replaced[1], "{replaced:?}");
 }
 
 /// The processes of a rank are replaced on the node where they were, while all others continue.
@@ -107,15 +110,15 @@ fn a_spare_takes_the_place_of_a_node_that_dies() {
 fn a_rank_of_another_node_is_replaced() {
     let folder = tempfile::tempdir().unwrap();
     let port = crate::common::free_port().to_string();
-    let start = |node_rank: &str| {
+    let start = |node_rank: &str, ranks: &str| {
         let mut launcher = Command::new(crate::common::ddprun());
-        launcher.args(["--nnodes=2", "--nproc-per-node=2", "--max-restarts=2", "--master-addr=127.0.0.1"]);
+        launcher.args(["--nnodes=2", "--nproc-per-node", ranks, "--max-restarts=2", "--master-addr=127.0.0.1"]);
         launcher.args(["--node-rank", node_rank, "--master-port", &port]);
         launcher.arg(std::env::current_exe().unwrap()).args(arguments(RANK));
         launcher.env(EVENTS, "3 kill-forward 2,0 kill-backward 5").env(FOLDER, folder.path());
         launcher.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap()
     };
-    let outputs = [start("0"), start("1")].map(|node| node.wait_with_output().unwrap());
+    let outputs = [start("0", "3"), start("1", "1")].map(|node| node.wait_with_output().unwrap());
     for output in &outputs {
         let stderr = String::from_utf8_lossy(&output.stderr);
         assert!(output.status.success(), "{stderr}");

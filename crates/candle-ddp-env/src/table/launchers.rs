@@ -40,7 +40,7 @@ pub(super) const ROWS: &[Row] = &[
         names: &["GROUP_RANK", "GROUP_WORLD_SIZE"],
         kind: Number("a non-negative number"),
         set_by: "`ddprun`",
-        read_by: "programs",
+        read_by: "programs, ddprun",
         meaning: "the number of this node, and of all nodes; for programs written for torchrun",
         default: "–",
     },

@@ -34,7 +34,7 @@ pub(crate) fn of_this_machine(config: &Config, tolerance: Tolerance) -> Result<F
     let mut command = Command::new(program);
     command.args(["check", "--quick", "--json", "--standalone"]);
     command.arg(format!("--tolerance={tolerance}"));
-    command.arg(format!("--nproc-per-node={}", config.topology.local_world_size));
+    command.arg(format!("--nproc-per-node={}", config.topology.local_world_size()));
     command.args(config.options.numa_binding.map(|binding| format!("--numa-binding={}", binding.name())));
     // Options and the secret are for the run.
     let cli = Cli::command();

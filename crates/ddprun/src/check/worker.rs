@@ -51,8 +51,10 @@ pub(crate) fn work(manner: &Manner) -> Result<u8> {
 
 /// With `is_joint`, only what each machine has not measured alone.
 fn measure(group: &Group, effort: Effort, is_joint: bool) -> Result<Measured> {
-    let local = PROCESS.raw("LOCAL_WORLD_SIZE").and_then(|text| text.parse().ok()).filter(|size| *size > 0);
-    let (rank, workers) = (group.rank, local.unwrap_or(1));
+    let rank = group.rank;
+    let node_rank: usize = PROCESS.raw("GROUP_RANK").and_then(|text| text.parse().ok()).unwrap_or(0);
+    // Nodes may have different numbers of ranks.
+    let nodes = group.all_gather("node", &node_rank)?;
     let host_id = format!("{:x}", host_identity(None));
     let (products, copy, all_reduce) = match is_joint {
         true => Default::default(),
@@ -61,15 +63,15 @@ fn measure(group: &Group, effort: Effort, is_joint: bool) -> Result<Measured> {
             (products, copy, network::all_reduce(group, effort)?)
         }
     };
-    let leaders: Vec<usize> = (0..group.world_size).step_by(workers).collect();
-    let node_rank = rank / workers;
+    let mut leaders: Vec<usize> = (0..nodes.len()).collect();
+    leaders.dedup_by_key(|rank| nodes.get(*rank));
     let mut links = Vec::new();
     if is_joint {
         links.extend(network::links(group, &leaders, effort)?);
     } else if group.world_size <= network::MOST_PAIRED {
         links.extend(network::links(group, &(0..group.world_size).collect::<Vec<_>>(), effort)?);
     } else {
-        let own: Vec<usize> = (node_rank * workers..(node_rank + 1) * workers).collect();
+        let own: Vec<usize> = (0..nodes.len()).filter(|rank| nodes.get(*rank) == Some(&node_rank)).collect();
         links.extend(network::links(group, &own, effort)?);
         links.extend(network::links(group, &leaders, effort)?);
     }

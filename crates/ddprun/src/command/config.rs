@@ -1,6 +1,8 @@
 //! The meaning of a command line: fills in defaults and refuses contradictions.
 use super::cargo::CargoTarget;
 use super::cli::Cli;
+use super::hosts::Variables;
+use super::layout::{Layout, Topology};
 use super::options::Options;
 use super::processes::Host;
 use super::secret::RunSecret;
@@ -39,29 +41,6 @@ pub(crate) enum Program {
     Cargo(CargoTarget),
 }
 
-/// The ranks of the run, and those on this machine.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Topology {
-    /// Number of machines in the run.
-    pub(crate) nodes: usize,
-    /// Rank of this machine.
-    pub(crate) node_rank: usize,
-    /// Number of workers on each machine.
-    pub(crate) local_world_size: usize,
-}
-
-impl Topology {
-    /// Returns the number of workers in the run.
-    pub(crate) fn world_size(&self) -> usize {
-        self.nodes * self.local_world_size
-    }
-
-    /// Returns the global rank of the worker with this `local_rank`.
-    pub(crate) fn rank(&self, local_rank: usize) -> usize {
-        self.node_rank * self.local_world_size + local_rank
-    }
-}
-
 /// The complete configuration of a run, made from a [`Cli`] by [`Config::resolve`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Config {
@@ -81,8 +60,6 @@ pub(crate) struct Config {
     pub(crate) run_id: String,
     /// Threads per worker; `None` for a single worker.
     pub(crate) threads: Option<usize>,
-    /// The number of cores that the workers share.
-    pub(crate) cores: usize,
     /// The GPU of each worker, as CUDA_VISIBLE_DEVICES names it, if each worker is to see only one.
     pub(crate) virtual_devices: Option<Vec<String>>,
     /// The secret that the processes of the run prove to each other.
@@ -93,8 +70,8 @@ pub(crate) struct Config {
     pub(crate) options: Options,
     /// Whether the workers are those of `ddprun check`.
     pub(crate) is_check: bool,
-    /// Whether another ddprun has started this one (`--hosts`).
-    pub(crate) is_agent: bool,
+    /// If another ddprun has started this one (`--hosts`), the variables that it gives to the workers (`--env`).
+    pub(crate) agent: Option<Variables>,
 }
 
 impl Config {
@@ -113,7 +90,8 @@ impl Config {
         let is_static = is_static(&cli)?;
         let (min_nodes, max_nodes) = node_range(&cli, is_static)?;
         let topology = topology(&cli, host, max_nodes, is_static)?;
-        let (master_addr, master_port) = master(&cli, &topology, is_static)?;
+        let (master_addr, master_port) = master(&cli, max_nodes, is_static)?;
+        let local = topology.local_world_size();
         let options = cli.options.clone();
         let filter = options.local_ranks_filter.as_ref().and_then(LocalRanks::last);
         let named = [
@@ -122,8 +100,8 @@ impl Config {
             ("--local-ranks-filter", filter),
         ];
         for (option, last) in named {
-            if let Some(rank) = last.filter(|&rank| rank >= topology.local_world_size) {
-                let reason = format!("names local rank {rank}, but --nproc-per-node is {}", topology.local_world_size);
+            if let Some(rank) = last.filter(|&rank| rank >= local) {
+                let reason = format!("names local rank {rank}, but --nproc-per-node is {local}");
                 return Err(Error::usage(option, reason));
             }
         }
@@ -133,21 +111,19 @@ impl Config {
                 return Err(Error::usage("--run-id", reason));
             }
             Some(id) => id.clone(),
-            None if topology.nodes > 1 => "none".into(),
+            None if max_nodes > 1 => "none".into(),
             None => format!("{}-{}", time::compact(SystemTime::now()), std::process::id()),
         };
-        let local = topology.local_world_size;
         let visible = PROCESS.raw("CUDA_VISIBLE_DEVICES");
         let virtual_devices = cli.virtual_local_rank.then(|| virtual_devices(visible.as_deref(), local)).transpose()?;
         let threads = (local > 1).then(|| host.threads_each(local));
-        let secret = RunSecret::resolve(options.no_secret, topology.nodes)?;
+        let secret = RunSecret::resolve(options.no_secret, max_nodes)?;
         let metrics = metrics(&options)?;
         let pace = Pace::parse(cli.ranks.rdzv_conf.as_deref().unwrap_or_default())?;
         let terms = Terms {
             run_id: run_id.clone(),
             min_nodes,
             max_nodes,
-            workers: local,
             max_restarts: options.max_restarts,
             version: version(),
         };
@@ -162,13 +138,12 @@ impl Config {
             master_port,
             run_id,
             threads,
-            cores: host.cores,
             virtual_devices,
             secret,
             metrics,
             options,
             is_check: false,
-            is_agent: false,
+            agent: None,
         })
     }
 }
@@ -252,11 +227,11 @@ fn topology(cli: &Cli, host: &Host, nodes: usize, is_static: bool) -> Result<Top
             format!("{nodes} × {local_world_size} ranks must be at most {MOST_RANKS}"),
         ));
     }
-    Ok(Topology { nodes, node_rank, local_world_size })
+    Ok(Topology { layout: Layout::even(nodes, local_world_size), node_rank })
 }
 
 /// The address of the store, and its port unless any free one will do.
-fn master(cli: &Cli, topology: &Topology, is_static: bool) -> Result<(String, Option<u16>)> {
+fn master(cli: &Cli, nodes: usize, is_static: bool) -> Result<(String, Option<u16>)> {
     if cli.ranks.standalone && (cli.ranks.master_port.is_some() || cli.ranks.master_addr.is_some()) {
         let reason = "uses a free port of this machine: omit it to set --master-addr or --master-port";
         return Err(Error::usage("--standalone", reason));
@@ -264,9 +239,9 @@ fn master(cli: &Cli, topology: &Topology, is_static: bool) -> Result<(String, Op
     // torchrun's `--standalone` ignores these as well.
     let endpoint = cli.ranks.rdzv_endpoint.as_deref().filter(|text| !text.is_empty() && !cli.ranks.standalone);
     if let Some(endpoint) = endpoint {
-        return master_at(endpoint, topology, is_static);
+        return master_at(endpoint, nodes, is_static);
     }
-    if !is_static && topology.nodes > 1 {
+    if !is_static && nodes > 1 {
         let reason =
             "is required with --rdzv-backend c10d: HOST[:PORT] of the node that hosts the store, on every node";
         return Err(Error::usage("--rdzv-endpoint", reason));
@@ -290,14 +265,14 @@ fn master(cli: &Cli, topology: &Topology, is_static: bool) -> Result<(String, Op
             let reason = format!("{address:?} must be one name or address: give the port by --master-port");
             return Err(Error::usage("--master-addr", reason));
         }
-        None if topology.nodes > 1 => {
+        None if nodes > 1 => {
             let reason =
                 "is required for several machines: the name of machine 0, which all of them must be able to resolve";
             return Err(Error::usage("--master-addr", reason));
         }
         None => loopback().to_string(),
     };
-    let port = cli.ranks.master_port.or((topology.nodes > 1).then_some(DEFAULT_MASTER_PORT));
+    let port = cli.ranks.master_port.or((nodes > 1).then_some(DEFAULT_MASTER_PORT));
     Ok((address, port))
 }
 
@@ -313,7 +288,7 @@ fn is_host(text: &str) -> bool {
 }
 
 /// The store's address from `--rdzv-endpoint HOST[:PORT]`.
-fn master_at(endpoint: &str, topology: &Topology, is_static: bool) -> Result<(String, Option<u16>)> {
+fn master_at(endpoint: &str, nodes: usize, is_static: bool) -> Result<(String, Option<u16>)> {
     let wrong = |reason: &str| Error::usage("--rdzv-endpoint", format!("{endpoint:?} {reason}"));
     let (host, port) = match endpoint.rsplit_once(':') {
         // An IPv6 address without brackets has no port.
@@ -330,10 +305,10 @@ fn master_at(endpoint: &str, topology: &Topology, is_static: bool) -> Result<(St
     let port = port.map(|port| port.parse::<u16>().map_err(|_| wrong("does not end with a port"))).transpose()?;
     let default = if is_static { DEFAULT_MASTER_PORT } else { DEFAULT_ENDPOINT_PORT };
     match port {
-        Some(0) if topology.nodes > 1 => Err(wrong("has port 0, which other nodes cannot know")),
+        Some(0) if nodes > 1 => Err(wrong("has port 0, which other nodes cannot know")),
         Some(0) => Ok((host.into(), None)),
         Some(port) => Ok((host.into(), Some(port))),
-        None => Ok((host.into(), (topology.nodes > 1).then_some(default))),
+        None => Ok((host.into(), (nodes > 1).then_some(default))),
     }
 }
 
@@ -394,7 +369,7 @@ mod tests {
         let config = resolve(&["./train", "--epochs", "3", "--", "-x"]).unwrap();
         assert_eq!(config.program, Program::Path("./train".into()));
         assert_eq!(config.args, ["--epochs", "3", "--", "-x"]);
-        assert_eq!(config.topology, Topology { nodes: 1, node_rank: 0, local_world_size: 1 });
+        assert_eq!(config.topology, Topology { layout: Layout::even(1, 1), node_rank: 0 });
         assert_eq!((config.master_addr.as_str(), config.master_port), ("127.0.0.1", None));
         assert_eq!((config.threads, config.options.shutdown_timeout), (None, Duration::from_secs(30)));
     }

@@ -1,4 +1,6 @@
 //! The machines of `--hosts`.
+use std::ffi::OsString;
+use std::num::NonZeroUsize;
 use std::str::FromStr;
 
 /// A machine, as ssh finds it, and the number of its workers if the list says so.
@@ -6,8 +8,11 @@ use std::str::FromStr;
 pub(crate) struct Host {
     /// A name of ssh's, perhaps with a user: `train@node0`.
     pub(crate) name: String,
-    pub(crate) workers: Option<usize>,
+    pub(crate) workers: Option<NonZeroUsize>,
 }
+
+/// Variables for the workers on all machines, with their values.
+pub(crate) type Variables = Vec<(String, OsString)>;
 
 /// Machines with commas between them, as in `node0,node1:4`.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -29,8 +34,7 @@ impl FromStr for Host {
         let (name, workers) = match text.rsplit_once(':') {
             // An IPv6 address without brackets has no number.
             Some((name, workers)) if !name.contains(':') || name.ends_with(']') => {
-                let workers = workers.parse().ok().filter(|workers| *workers > 0).ok_or_else(wrong)?;
-                (name, Some(workers))
+                (name, Some(workers.parse().map_err(|_| wrong())?))
             }
             _ => (text, None),
         };
@@ -44,38 +48,19 @@ impl FromStr for Host {
     }
 }
 
-impl Hosts {
-    /// The number of workers on each machine, which is the same on all; `default` where the list does not say.
-    pub(crate) fn workers(&self) -> Result<Option<usize>, String> {
-        let Some(first) = self.0.first() else { return Ok(None) };
-        match self.0.iter().find(|host| host.workers != first.workers) {
-            Some(other) => {
-                let number = |host: &Host| host.workers.map_or_else(|| "no number".to_string(), |n| n.to_string());
-                Err(format!(
-                    "{} has {}, but {} has {}: give all the same number of workers, or none and --nproc-per-node",
-                    first.name,
-                    number(first),
-                    other.name,
-                    number(other)
-                ))
-            }
-            None => Ok(first.workers),
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
     fn lists_of_machines() {
-        let hosts: Hosts = "node0:4, train@node1:4,[fd00::1]:4".parse().unwrap();
-        assert_eq!(hosts.0.iter().map(|host| &host.name[..]).collect::<Vec<_>>(), ["node0", "train@node1", "fd00::1"]);
-        assert_eq!(hosts.workers(), Ok(Some(4)));
-        assert_eq!("fd00::1,b".parse::<Hosts>().unwrap().workers(), Ok(None));
-        let error = "a:2,b".parse::<Hosts>().unwrap().workers().unwrap_err();
-        assert!(error.starts_with("a has 2, but b has no number"), "{error}");
+        let hosts: Hosts = "node0:4, train@node1:2,[fd00::1],fd00::2".parse().unwrap();
+        assert_eq!(
+            hosts.0.iter().map(|host| &host.name[..]).collect::<Vec<_>>(),
+            ["node0", "train@node1", "fd00::1", "fd00::2"]
+        );
+        let workers: Vec<_> = hosts.0.iter().map(|host| host.workers.map(NonZeroUsize::get)).collect();
+        assert_eq!(workers, [Some(4), Some(2), None, None]);
         for wrong in ["", "a,", ":4", "a:0", "a:x", "-oProxyCommand=x", "a b"] {
             assert!(wrong.parse::<Hosts>().unwrap_err().contains("HOST:WORKERS"), "{wrong}");
         }

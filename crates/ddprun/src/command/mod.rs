@@ -4,6 +4,7 @@ pub(crate) mod check;
 pub(crate) mod cli;
 pub(crate) mod config;
 pub(crate) mod hosts;
+pub(crate) mod layout;
 pub(crate) mod mode;
 pub(crate) mod options;
 pub(crate) mod prefix;

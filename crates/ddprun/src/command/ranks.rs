@@ -8,7 +8,7 @@ use clap::builder::BoolishValueParser;
 #[derive(Debug, Clone, PartialEq, Eq, clap::Args)]
 #[command(mut_args = |arg| arg.hide_env(true))]
 pub(crate) struct Ranks {
-    /// Workers to start on this machine: a number, `gpu` (one per GPU in CUDA_VISIBLE_DEVICES), `cpu` (one per core
+    /// Workers to start on this machine, which may be more or fewer than on others: a number, `gpu` (one per GPU in CUDA_VISIBLE_DEVICES), `cpu` (one per core
     /// that this process may use) or `auto` (`gpu` if there is one, otherwise `cpu`).
     #[arg(
         long,
@@ -73,11 +73,16 @@ pub(crate) struct Ranks {
     #[arg(long, alias = "rdzv_conf", env = "PET_RDZV_CONF", value_name = "LIST", help_heading = RANKS)]
     pub(crate) rdzv_conf: Option<String>,
 
-    /// Starts the run on these machines from here, over ssh: HOST or HOST:WORKERS, with commas between them. The first one hosts
-    /// the store. ddprun, the program and the current folder must have the same path on all of them; the secret reaches
-    /// them over ssh. Of the environment, they get CANDLE_DDP_…, NCCL_…, PET_… and RUST_….
+    /// Starts the run on these machines from here, over ssh: HOST or HOST:WORKERS, with commas between them. Without a number,
+    /// --nproc-per-node holds there. The first one hosts the store. ddprun, the program and the current folder must have the same path
+    /// on all of them; the secret reaches them over ssh. Of the environment, they get CANDLE_DDP_…, NCCL_…, PET_… and RUST_….
     #[arg(long, value_name = "LIST", help_heading = RANKS)]
     pub(crate) hosts: Option<Hosts>,
+
+    /// Gives this variable of this machine, with its value, to the workers on all machines of --hosts. For several variables, give
+    /// it several times. The values take the way of the secret, and are on no command line.
+    #[arg(long, value_name = "NAME", requires = "hosts", help_heading = RANKS)]
+    pub(crate) env: Vec<String>,
 
     /// The program that runs a command on a machine of --hosts, with its options; it is called with the machine's name and the
     /// command. [default: ssh -T -o BatchMode=yes …]

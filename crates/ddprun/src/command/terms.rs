@@ -9,8 +9,6 @@ pub(crate) struct Terms {
     pub(crate) run_id: String,
     pub(crate) min_nodes: usize,
     pub(crate) max_nodes: usize,
-    /// The number of workers on each node.
-    pub(crate) workers: usize,
     pub(crate) max_restarts: u32,
     /// The version of ddprun. One that says none is older than these lines.
     #[serde(default = "older")]
@@ -42,7 +40,6 @@ impl Terms {
             (RUN_ID, self.run_id.clone(), other.run_id.clone()),
             ("the version of ddprun", self.version.clone(), other.version.clone()),
             ("--nnodes", range(self), range(other)),
-            ("--nproc-per-node", self.workers.to_string(), other.workers.to_string()),
             ("--max-restarts", self.max_restarts.to_string(), other.max_restarts.to_string()),
         ];
         let (option, ours, theirs) = pairs.into_iter().find(|(_, ours, theirs)| ours != theirs)?;
@@ -174,11 +171,11 @@ mod tests {
 
     #[test]
     fn the_first_difference_is_named() {
-        let text = r#"{"run_id":"a","min_nodes":1,"max_nodes":2,"workers":4,"max_restarts":0}"#;
+        let text = r#"{"run_id":"a","min_nodes":1,"max_nodes":2,"max_restarts":0}"#;
         let old: Terms = serde_json::from_str(text).unwrap();
         let terms = Terms { version: version(), ..old.clone() };
         assert!(terms.difference(&terms).is_none());
-        let other = Terms { workers: 3, max_nodes: 1, ..terms.clone() };
+        let other = Terms { max_restarts: 3, max_nodes: 1, ..terms.clone() };
         let text = terms.difference(&other).unwrap().text("here");
         assert!(text.starts_with("--nnodes is 1 here, but 1:2 on the node"), "{text}");
         let text = terms.difference(&old).unwrap().text("on host b");

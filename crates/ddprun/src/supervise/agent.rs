@@ -6,7 +6,7 @@ use super::members::Members;
 use super::nodes::{Admission, Exited, Link, Message, Replacement, Round, Slot};
 use super::store;
 use super::worker::{Exit, Starter, Worker};
-use crate::command::config::Topology;
+use crate::command::layout::Topology;
 use crate::console::message;
 use crate::error::Result;
 use crate::verdict::{How, Outcome, Verdict};
@@ -54,7 +54,6 @@ pub(crate) struct Agent<'a> {
     is_lost: bool,
     /// The members of an elastic run on this machine alone, once the agent had a reason to look.
     members: Option<Members>,
-    run_id: String,
     restarts: Restarts,
     restart_count: u32,
     /// How often all workers were restarted.
@@ -72,9 +71,8 @@ impl<'a> Agent<'a> {
         source: Option<Arc<Source>>,
         link: Option<Link>,
     ) -> Self {
-        let run_id = starter.config.run_id.clone();
         let restarts = Restarts::new(starter.config.options.max_restarts);
-        let judge = Judge::new(starter.folder, &run_id, link.is_some());
+        let judge = Judge::new(starter.folder, &starter.config.run_id, link.is_some());
         Self {
             starter,
             server,
@@ -85,7 +83,6 @@ impl<'a> Agent<'a> {
             is_member: false,
             failure: None,
             is_lost: false,
-            run_id,
             restarts,
             restart_count: 0,
             attempt: 0,
@@ -139,8 +136,7 @@ impl<'a> Agent<'a> {
                         connection to the store was cut";
             return if was_member { Err(lost.to_string()) } else { Ok(false) };
         };
-        let local_world_size = self.starter.topology.local_world_size;
-        self.starter.topology = Topology { nodes: round.nodes, node_rank, local_world_size };
+        self.starter.topology = Topology { layout: round.layout, node_rank };
         (self.restart_count, self.attempt) = (round.restart_count, round.attempt);
         self.starter.is_joint_check = round.is_check;
         Ok(true)
@@ -189,7 +185,7 @@ impl<'a> Agent<'a> {
 
     /// Judges the failure of all workers, which have ended and will be restarted. Worker `first` was the first to fail.
     pub(crate) fn judge_attempt(&mut self, workers: &[Worker], first: Option<usize>) {
-        let findings = self.judge.examine(workers, None, self.starter.topology);
+        let findings = self.judge.examine(workers, None, &self.starter.topology);
         let verdict = findings.verdict(first).map(|(_, verdict)| verdict);
         if self.is_linked() {
             return self.tell(Message::Ended(verdict));
@@ -252,15 +248,15 @@ impl<'a> Agent<'a> {
     }
 
     fn start(&mut self, local_rank: usize, incarnation: u64) -> Result<Worker> {
-        let agent = format!("{}/{}/{incarnation}/{}", self.run_id, self.attempt, self.min_world_size());
+        let agent = format!("{}/{}/{incarnation}/{}", self.starter.config.run_id, self.attempt, self.min_world_size());
         self.starter.start(local_rank, &Incarnation { restart_count: self.restart_count, agent })
     }
 
     /// The smallest world size of an elastic run, unless its program sets one.
     fn min_world_size(&self) -> usize {
-        let topology = self.starter.topology;
+        let topology = &self.starter.topology;
         match &self.starter.config.rendezvous {
-            Some(rendezvous) if !rendezvous.is_static => rendezvous.terms.min_nodes * topology.local_world_size,
+            Some(rendezvous) if !rendezvous.is_static => topology.layout.least(rendezvous.terms.min_nodes),
             _ => topology.world_size(),
         }
     }
@@ -268,19 +264,16 @@ impl<'a> Agent<'a> {
     /// Starts the next process with a rank of this node, after the previous one has ended.
     pub(crate) fn start_again(&mut self, replacement: &Replacement) -> Result<Worker> {
         self.restart_count = replacement.restart_count;
-        let topology = self.starter.topology;
-        let local_rank = replacement.rank.saturating_sub(topology.rank(0));
-        self.start(local_rank, replacement.incarnation)
+        self.start(replacement.rank.saturating_sub(self.starter.topology.rank(0)), replacement.incarnation)
     }
 
     /// Starts the workers of this node, which a run in progress has admitted.
     pub(crate) fn start_admitted(&mut self, admission: &Admission, mut started: impl FnMut(Worker)) -> Result<()> {
-        let Admission { attempt, restart_count, node_rank, nodes, ref incarnations, .. } = *admission;
-        let local_world_size = self.starter.topology.local_world_size;
-        self.starter.topology = Topology { nodes, node_rank, local_world_size };
+        let Admission { attempt, restart_count, node_rank, ref layout, ref incarnations, .. } = *admission;
+        self.starter.topology = Topology { layout: layout.clone(), node_rank };
         (self.attempt, self.restart_count) = (attempt, restart_count);
         (self.is_member, self.starter.is_joint_check) = (true, false);
-        (0..local_world_size).try_for_each(|local_rank| {
+        (0..self.starter.topology.local_world_size()).try_for_each(|local_rank| {
             let incarnation = incarnations.get(local_rank).copied().unwrap_or(0);
             self.start(local_rank, incarnation).map(&mut started)
         })
@@ -293,8 +286,8 @@ impl<'a> Agent<'a> {
 
     /// Starts all workers, and passes each to `started`.
     pub(crate) fn start_all(&mut self, mut started: impl FnMut(Worker)) -> Result<()> {
-        let topology = self.starter.topology;
-        (0..topology.local_world_size).try_for_each(|local_rank| self.start(local_rank, 0).map(&mut started))
+        let workers = self.starter.topology.local_world_size();
+        (0..workers).try_for_each(|local_rank| self.start(local_rank, 0).map(&mut started))
     }
 
     /// Restarts all workers.
@@ -323,7 +316,7 @@ impl<'a> Agent<'a> {
             link.tell(Message::Exited(Exited { rank: worker.rank, exit: ended.how }));
             return if failed { Reaction::Reported } else { Reaction::Continue };
         }
-        let alone = || self.judge.examine(std::slice::from_ref(worker), None, self.starter.topology).on_one();
+        let alone = || self.judge.examine(std::slice::from_ref(worker), None, &self.starter.topology).on_one();
         let alone = if failed { alone() } else { None };
         let reaction = self.react(worker, ended.how, failed).unwrap_or_else(|error| {
             message(format_args!("rank {} {} and cannot be replaced: {error}", worker.rank, ended.how));

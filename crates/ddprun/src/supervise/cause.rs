@@ -1,6 +1,6 @@
 //! Finding the rank whose failure caused the others'.
 use super::worker::{Exit, Worker};
-use crate::command::config::Topology;
+use crate::command::layout::Topology;
 use crate::verdict::WorkerError;
 
 /// The origin of a failure.
@@ -85,6 +85,7 @@ fn may_be_to_blame(workers: &[Worker], index: usize) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::command::layout::Layout;
     use crate::supervise::worker::Ended;
     use candle_ddp_rendezvous::error::RankError;
     use rustix::process::Pid;
@@ -104,10 +105,9 @@ mod tests {
         Some(WorkerError { message, told: Some(told) })
     }
 
-    const TOPOLOGY: Topology = Topology { nodes: 2, node_rank: 0, local_world_size: 4 };
-
     fn found(workers: &[Worker], errors: &[Option<WorkerError>]) -> (usize, Option<usize>) {
-        let Cause { worker, elsewhere, .. } = cause(workers, first(workers).unwrap(), errors, &TOPOLOGY);
+        let topology = Topology { layout: Layout::even(2, 4), node_rank: 0 };
+        let Cause { worker, elsewhere, .. } = cause(workers, first(workers).unwrap(), errors, &topology);
         (worker, elsewhere)
     }
 

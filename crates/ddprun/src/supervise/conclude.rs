@@ -17,7 +17,7 @@ pub(crate) fn conclude(agent: &mut Agent, workers: &[Worker], remains: &Remains,
 
 /// The verdict, and what this machine shows.
 fn decide(agent: &Agent, workers: &[Worker], remains: &Remains, outcome: Outcome) -> (Verdict, String) {
-    let findings = agent.judge.examine(workers, Some(remains), agent.starter.topology);
+    let findings = agent.judge.examine(workers, Some(remains), &agent.starter.topology);
     let first = if let Outcome::Failure(first) = outcome { Some(first) } else { None };
     let own = findings.verdict(first);
     let others = |except| Some(findings.others(except)).filter(|text| !text.is_empty());

@@ -1,5 +1,6 @@
 //! The environment variables of a worker, which are torchrun's.
-use crate::command::config::{Config, Topology};
+use crate::command::config::Config;
+use crate::command::layout::Topology;
 use candle_ddp_env::PROCESS;
 use candle_ddp_rendezvous::error::FILE_VARIABLE;
 use candle_ddp_rendezvous::{AGENT_VARIABLE, STORE_VARIABLE};
@@ -34,10 +35,15 @@ const PURGE_DELAY: (&str, &str) = ("MIMALLOC_PURGE_DELAY", "10000");
 /// for it.
 const ABORT_TIMEOUT: (&str, &str) = ("CANDLE_DDP_ABORT_TIMEOUT", "300");
 
+/// Whether the user has set the variable, here or by `--env`.
+fn is_given(config: &Config, name: &str) -> bool {
+    PROCESS.is_set(name) || config.agent.iter().flatten().any(|(given, _)| given == name)
+}
+
 /// Returns the thread variables that ddprun sets, with their values: if several workers share the cores, those that the
 /// user has not set. Two ranks that each use all cores are slower than a single one.
 pub(crate) fn threads(config: &Config) -> Vec<(&'static str, usize)> {
-    let unset = |name: &&'static str| !PROCESS.is_set(name);
+    let unset = |name: &&'static str| !is_given(config, name);
     config.threads.map_or_else(Vec::new, |count| THREADS.into_iter().filter(unset).map(|name| (name, count)).collect())
 }
 
@@ -55,9 +61,9 @@ pub(crate) fn variables(
         ("RANK", rank.clone().into()),
         ("LOCAL_RANK", config.shown_local_rank(local_rank).to_string().into()),
         ("WORLD_SIZE", world_size.clone().into()),
-        ("LOCAL_WORLD_SIZE", topology.local_world_size.to_string().into()),
+        ("LOCAL_WORLD_SIZE", topology.local_world_size().to_string().into()),
         ("GROUP_RANK", topology.node_rank.to_string().into()),
-        ("GROUP_WORLD_SIZE", topology.nodes.to_string().into()),
+        ("GROUP_WORLD_SIZE", topology.layout.nodes().to_string().into()),
         // All workers have the same role.
         ("ROLE_RANK", rank.into()),
         ("ROLE_WORLD_SIZE", world_size.into()),
@@ -74,7 +80,7 @@ pub(crate) fn variables(
     variables.extend(error_file.map(|path| (FILE_VARIABLE, path.into())));
     let device = config.virtual_devices.as_ref().and_then(|devices| devices.get(local_rank));
     variables.extend(device.map(|device| ("CUDA_VISIBLE_DEVICES", device.into())));
-    let unset = |(name, _): &(&str, &str)| !PROCESS.is_set(name);
+    let unset = |(name, _): &(&str, &str)| !is_given(config, name);
     let defaults = CUDA.into_iter().chain([PURGE_DELAY, ABORT_TIMEOUT]).filter(unset);
     variables.extend(defaults.map(|(name, value)| (name, value.into())));
     variables.extend(threads(config).into_iter().map(|(name, count)| (name, count.to_string().into())));

@@ -27,7 +27,7 @@ pub(crate) struct RunFolder {
 impl RunFolder {
     /// Creates the folders of all workers.
     pub(crate) fn create(config: &Config) -> Result<Self> {
-        let workers = config.topology.local_world_size;
+        let workers = config.topology.local_world_size();
         let files =
             (0..workers).any(|rank| config.options.redirects.of(rank).any() || config.options.tee.of(rank).any());
         let (path, temporary) = match &config.options.log_dir {

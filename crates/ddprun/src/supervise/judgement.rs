@@ -3,7 +3,7 @@ use super::cause::{self, Cause, failed, was_done};
 use super::folder::RunFolder;
 use super::output::Remains;
 use super::worker::{Ended, Exit, Worker};
-use crate::command::config::Topology;
+use crate::command::layout::Topology;
 use crate::console::Target;
 use crate::tail::Tail;
 use crate::time;
@@ -44,7 +44,7 @@ impl<'a> Judge<'a> {
         &'b self,
         workers: &'b [Worker],
         remains: Option<&'b Remains>,
-        topology: Topology,
+        topology: &'b Topology,
     ) -> Findings<'b> {
         let error = |worker: &Worker| self.folder.error(worker.restart_count, worker.local_rank);
         // Errors told by a worker that succeeded do not count.
@@ -89,14 +89,14 @@ pub(crate) struct Findings<'a> {
     remains: Option<&'a Remains>,
     /// The errors that the workers have reported.
     errors: Vec<Option<WorkerError>>,
-    topology: Topology,
+    topology: &'a Topology,
 }
 
 impl Findings<'_> {
     /// The verdict, if any worker has failed, and the index of the worker that is its evidence. Worker `first` was the first to fail.
     pub(crate) fn verdict(&self, first: Option<usize>) -> Option<(usize, Verdict)> {
         let first = first.or_else(|| cause::first(self.workers))?;
-        let cause = cause::cause(self.workers, first, &self.errors, &self.topology);
+        let cause = cause::cause(self.workers, first, &self.errors, self.topology);
         Some((cause.worker, self.on(cause, first)?))
     }
 
@@ -124,7 +124,7 @@ impl Findings<'_> {
         };
         Some(match cause.elsewhere {
             Some(rank) => {
-                let node = rank / self.topology.local_world_size;
+                let node = self.topology.layout.node_of(rank);
                 let has_left = blamed_by.is_some_and(RankError::says_left);
                 let (how, what) = match has_left {
                     true => (How::Left, "left before the others had finished"),
@@ -132,9 +132,10 @@ impl Findings<'_> {
                 };
                 let by = worker.rank;
                 let text = format!(
-                    "rank {rank} {what}, according to the error of rank {by}: see the output of ddprun on node {node}"
+                    "rank {rank} {what}, according to the error of rank {by}: see the output of ddprun on node {}",
+                    node.unwrap_or_default()
                 );
-                Verdict { rank: Some(rank), node: Some(node), how, told_by: Some(by), text, ..by_others }
+                Verdict { rank: Some(rank), node, how, told_by: Some(by), text, ..by_others }
             }
             None => {
                 let exit = worker.ended.filter(|ended| !ended.asked_to_exit).map(|ended| ended.how);
@@ -148,7 +149,7 @@ impl Findings<'_> {
     /// How a worker has ended, and in a sentence.
     fn end(&self, worker: &Worker, cause: Cause) -> (How, String) {
         let who = format!("rank {}{}", worker.rank, self.place());
-        let is_one_of_many = self.workers.len() > 1 || self.topology.nodes > 1;
+        let is_one_of_many = self.workers.len() > 1 || self.topology.layout.nodes() > 1;
         let first = if is_one_of_many && cause.elsewhere.is_none() { " first" } else { "" };
         match worker.ended {
             Some(Ended { how, .. }) if failed(worker) => {

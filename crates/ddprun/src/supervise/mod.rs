@@ -25,7 +25,7 @@ use crate::check::{self, Fitness};
 use crate::command::cargo::Built;
 use crate::command::cli::Cli;
 use crate::command::config::{Config, Program};
-use crate::command::processes::Host;
+use crate::command::processes::{Host, Processes};
 use crate::command::secret::{self, RunSecret};
 use crate::console::{Console, message};
 use crate::error::{Error, Result};
@@ -85,15 +85,19 @@ pub(crate) fn describe(error: &Error) -> String {
 }
 
 /// Starts a run, or a check, on this machine or from here on others.
-pub(crate) fn start(cli: Cli, is_check: bool) -> Result<End> {
-    let is_agent = cli.ranks.hosts.is_some() && hosts::is_agent();
-    if let Some(hosts) = cli.ranks.hosts.as_ref().filter(|_| !is_agent) {
+pub(crate) fn start(mut cli: Cli, is_check: bool) -> Result<End> {
+    let Some(hosts) = &cli.ranks.hosts else {
+        return execute(&Config { is_check, ..Config::resolve(cli, &Host::detect())? });
+    };
+    if !hosts::is_agent() {
         return hosts::run(&cli, hosts).map(End::now);
     }
-    let secret = if is_agent { hosts::follow()? } else { None };
-    let mut config = Config { is_check, is_agent, ..Config::resolve(cli, &Host::detect())? };
-    config.secret = secret.map_or(config.secret, RunSecret::Given);
-    execute(&config)
+    let workers = cli.ranks.node_rank.and_then(|node_rank| hosts.0.get(node_rank)?.workers);
+    cli.ranks.nproc_per_node = workers.map_or(cli.ranks.nproc_per_node, Processes::Count);
+    let (secret, variables) = hosts::follow()?;
+    let config = Config::resolve(cli, &Host::detect())?;
+    let secret = secret.map_or(config.secret, RunSecret::Given);
+    execute(&Config { is_check, secret, agent: Some(variables), ..config })
 }
 
 fn execute(config: &Config) -> Result<End> {
@@ -150,7 +154,7 @@ fn run_workers(
     let intake = Some(intake);
     let starter = Starter {
         config,
-        topology: config.topology,
+        topology: config.topology.clone(),
         program,
         is_joint_check: false,
         folder,
@@ -210,7 +214,7 @@ fn cpus(config: &Config) -> Result<Vec<CpuSet>> {
     let Some(binding) = config.options.numa_binding else { return Ok(Vec::new()) };
     let visible = PROCESS.raw("CUDA_VISIBLE_DEVICES");
     let listed = visible.map(|list| list.split(',').map_while(|gpu| gpu.trim().parse().ok()).collect::<Vec<usize>>());
-    let workers = config.topology.local_world_size;
+    let workers = config.topology.local_world_size();
     let gpus = (Host::detect().gpus > 0).then(|| listed.unwrap_or_else(|| (0..workers).collect()));
     numa::bind(binding, workers, gpus.as_deref())
 }
@@ -219,7 +223,7 @@ fn say_threads(config: &Config) {
     let set = environment::threads(config);
     if !set.is_empty() {
         let list: Vec<String> = set.iter().map(|(name, count)| format!("{name}={count}")).collect();
-        let (cores, workers) = (config.cores, config.topology.local_world_size);
+        let (cores, workers) = (Host::detect().cores, config.topology.local_world_size());
         message(format_args!("{} for each worker: {cores} cores shared by {workers}", list.join(" and ")));
     }
 }

@@ -59,7 +59,8 @@ pub(crate) fn host(config: &Config, status: &RunStatus) -> Result<(Option<TcpSto
     }
     let [least, most] = match &config.rendezvous {
         Some(Rendezvous { terms, .. }) => {
-            [terms.min_nodes, terms.max_nodes].map(|nodes| nodes.saturating_mul(terms.workers))
+            let workers = config.topology.local_world_size();
+            [terms.min_nodes, terms.max_nodes].map(|nodes| nodes.saturating_mul(workers))
         }
         None => [config.topology.world_size(); 2],
     };
@@ -125,7 +126,8 @@ pub(crate) fn link(
         Err(error) => (None, Some(error.to_string())),
     };
     let is_unfit = unfit.is_some();
-    let node = Node { host: host_name(), node_rank, hosts: server.is_some(), terms: terms.clone(), fitness, unfit };
+    let (host, workers) = (host_name(), config.topology.local_world_size());
+    let node = Node { host, node_rank, hosts: server.is_some(), terms: terms.clone(), workers, fitness, unfit };
     let mut pace = pace.clone();
     if is_unfit {
         // If nobody hosts the store by then, there may be no others.

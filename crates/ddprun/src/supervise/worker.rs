@@ -8,7 +8,8 @@ use super::output::{Intake, Source};
 use super::terminal;
 use crate::check;
 use crate::child;
-use crate::command::config::{Config, Topology};
+use crate::command::config::Config;
+use crate::command::layout::Topology;
 use crate::command::prefix::{self, Template};
 use crate::console::{Console, Target};
 use crate::error::{Error, Result};
@@ -150,11 +151,12 @@ impl Starter<'_> {
         }
         self.folder.prepare(incarnation.restart_count, local_rank)?;
         let error_file = self.folder.error_file(incarnation.restart_count, local_rank);
-        if config.is_agent {
+        if let Some(variables) = &config.agent {
             // A ddprun that the program starts is none of this run's.
             hosts::OWN.iter().for_each(|name| {
                 command.env_remove(name);
             });
+            command.envs(variables.iter().map(|(name, value)| (name, value)));
         }
         // The error file of an outer launcher is not for this worker.
         command.env_remove(FILE_VARIABLE);

@@ -64,13 +64,16 @@ fn limited(limit: &str, ddprun: &Command) -> Command {
 fn all_nodes_name_the_node_that_lacks_something() {
     let sandbox = Sandbox::new();
     let port = format!("--master-port={}", free_port());
-    let options = ["--no-secret", "--nproc-per-node=2", "--nnodes=2", "--master-addr=127.0.0.1", &port];
-    let start = |node_rank: &str, limit: &str| {
-        let args = [&["check", "--quick", LITTLE, ANY, node_rank], &options[..]].concat();
+    let options = ["--no-secret", "--nnodes=2", "--master-addr=127.0.0.1", &port];
+    let start = |node_rank: &str, workers: &str, limit: &str| {
+        let args = [&["check", "--quick", LITTLE, ANY, node_rank, workers], &options[..]].concat();
         let mut command = limited(limit, &sandbox.ddprun(&args));
         Running::new(command.stdout(Stdio::piped()).stderr(Stdio::piped()))
     };
-    let all = finish(vec![start("--node-rank=0", "512"), start("--node-rank=1", "75")]);
+    let all = finish(vec![
+        start("--node-rank=0", "--nproc-per-node=3", "512"),
+        start("--node-rank=1", "--nproc-per-node=1", "75"),
+    ]);
     let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
     let named = format!("node 1 (host {host}): a process may open 75 files, and 4 ranks may need 76");
     assert_eq!(all.iter().map(|ran| ran.code).collect::<Vec<_>>(), [Some(1), Some(1)], "{all:?}");

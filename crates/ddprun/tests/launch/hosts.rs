@@ -81,6 +81,47 @@ fn the_list_may_have_the_number_of_workers() {
     assert_eq!((ran.code, ran.sorted()), (Some(0), vec!["0", "1", "2"]), "{ran:?}");
 }
 
+/// torchrun's variables, with as many workers as each machine has.
+#[test]
+fn machines_may_have_different_numbers_of_workers() {
+    let sandbox = sandbox();
+    let port = format!("--master-port={}", free_port());
+    let script = "echo $RANK of $WORLD_SIZE, $LOCAL_RANK of $LOCAL_WORLD_SIZE, $GROUP_RANK of $GROUP_WORLD_SIZE, \
+        $ROLE_RANK of $ROLE_WORLD_SIZE";
+    let own = ["--rsh=./ssh", &port, "--no-secret"];
+    for args in
+        [&["--hosts=127.0.0.1:3,user@localhost:2"][..], &["--hosts=127.0.0.1:3,user@localhost", "--nproc-per-node=2"]]
+    {
+        let ran = Ran::new(&mut sandbox.ddprun(&[&own, args, &["sh", "-c", script]].concat()));
+        let expected = [
+            "0 of 5, 0 of 3, 0 of 2, 0 of 5",
+            "1 of 5, 1 of 3, 0 of 2, 1 of 5",
+            "2 of 5, 2 of 3, 0 of 2, 2 of 5",
+            "3 of 5, 0 of 2, 1 of 2, 3 of 5",
+            "4 of 5, 1 of 2, 1 of 2, 4 of 5",
+        ];
+        assert_eq!((ran.code, ran.sorted()), (Some(0), expected.to_vec()), "{ran:?}");
+    }
+}
+
+#[test]
+fn variables_that_are_named_reach_the_workers_unseen() {
+    let ssh = "#!/bin/sh\nshift; echo \"$*\" >>commands; exec env -i HOME=$HOME PATH=$PATH sh -c \"$*\"\n";
+    let sandbox = with_ssh(ssh);
+    let script = r#"printf '%s|%s|%s|%s\n' "$HF_TOKEN" "$EMPTY" "$OMP_NUM_THREADS" "$RANK" | tr '\n' ';'; echo"#;
+    let mut command =
+        ddprun(&sandbox, &["--env=HF_TOKEN", "--env", "EMPTY", "--env=OMP_NUM_THREADS", "--env=RANK"], script);
+    command.env("HF_TOKEN", "a 'b'\n\"$c").env("EMPTY", "").env("OMP_NUM_THREADS", "3").env("RANK", "7");
+    let ran = Ran::new(&mut command);
+    let expected = [0, 1].map(|rank| format!("a 'b';\"$c||3|{rank};"));
+    assert_eq!((ran.code, ran.sorted()), (Some(0), expected.iter().map(String::as_str).collect()), "{ran:?}");
+    let commands = sandbox.wait_for("commands");
+    assert!(
+        commands.contains("--env=HF_TOKEN") && !commands.contains("a 'b'") && !commands.contains("$c"),
+        "{commands}"
+    );
+}
+
 #[test]
 fn the_first_failure_ends_all_and_decides_the_code() {
     let sandbox = sandbox();
@@ -192,7 +233,7 @@ fn a_secret_of_several_lines_is_refused_and_not_shown() {
     agent.env("CANDLE_DDP_HOSTS_AGENT", "1").stdin(Stdio::piped());
     let mut running = Running::new(agent.stdout(Stdio::piped()).stderr(Stdio::piped()));
     let mut input = running.child().stdin.take().unwrap();
-    input.write_all(format!("{first}\n{second}\n").as_bytes()).unwrap();
+    input.write_all(format!("{first}\n[]\n{second}\n").as_bytes()).unwrap();
     wait_until("the worker", || sandbox.path("here").exists());
     std::fs::write(sandbox.path("end"), "").unwrap();
     let ran = Ran::of(running);
@@ -229,8 +270,13 @@ fn contradictions_say_what_to_do() {
     let sandbox = sandbox();
     for (args, says) in [
         (&["--hosts=a,b", "--nnodes=2", "x"][..], "--nnodes: follows from --hosts"),
-        (&["--hosts=a:2,b", "x"], "give all the same number"),
-        (&["--hosts=a:2,b:2", "--nproc-per-node=3", "x"], "differs from the number of workers in --hosts"),
+        (
+            &["--hosts=a:2,b:3", "--nproc-per-node=4", "x"],
+            "--nproc-per-node: has no effect, since --hosts has a number",
+        ),
+        (&["--hosts=a", "--env=NOBODY_SETS_IT", "x"], "--env: \"NOBODY_SETS_IT\" must be the name of a variable that"),
+        (&["--hosts=a", "--env=PATH=x", "x"], "--env: \"PATH=x\" must be the name"),
+        (&["--env=PATH", "x"], "--hosts <LIST>"),
         (&["--hosts=", "x"], "HOST:WORKERS"),
         (&["--hosts=a", "--rsh= ", "x"], "--rsh: is empty"),
     ] {

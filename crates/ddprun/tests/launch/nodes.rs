@@ -330,11 +330,8 @@ fn nodes_that_do_not_fit_are_refused() {
 /// The others would wait for it in vain.
 #[test]
 fn a_node_with_other_options_ends_all_that_wait_for_it() {
-    for (is_static, option, difference) in [
-        (true, "--nproc-per-node=3", "--nproc-per-node is 3 "),
-        (true, "--max-restarts=4", "--max-restarts is 4 "),
-        (false, "--nproc-per-node=3", "--nproc-per-node is 3 "),
-    ] {
+    let (option, difference) = ("--max-restarts=4", "--max-restarts is 4 ");
+    for is_static in [true, false] {
         let nodes = Nodes::new(2);
         let endpoint = format!("--rdzv-endpoint=127.0.0.1:{}", nodes.port);
         let common = if is_static { vec![] } else { vec!["--rdzv-backend=c10d", &endpoint] };
@@ -348,6 +345,37 @@ fn a_node_with_other_options_ends_all_that_wait_for_it() {
         all[0].says(&format!("{difference}on host "));
         all[1].says(&format!("{difference}here, but "));
         all.iter().for_each(|ran| ran.says("on the node that hosts the store: give all nodes the same"));
+    }
+}
+
+/// torchrun's variables, in a fixed number of nodes and in one that meets. A rank of the second node fails once.
+#[test]
+fn nodes_may_have_different_numbers_of_workers() {
+    let script = format!(
+        "echo $RANK of $WORLD_SIZE, $LOCAL_RANK of $LOCAL_WORLD_SIZE, $GROUP_RANK of $GROUP_WORLD_SIZE, \
+         $ROLE_RANK of $ROLE_WORLD_SIZE
+        {ALL_STARTED} [ $RANK$TORCHELASTIC_RESTART_COUNT != 30 ] || exit 7
+        [ $TORCHELASTIC_RESTART_COUNT = 1 ] || exec sleep 1000"
+    );
+    for is_static in [true, false] {
+        let nodes = Nodes::new(2);
+        let endpoint = format!("--rdzv-endpoint=127.0.0.1:{}", nodes.port);
+        let meeting = if is_static { vec![] } else { vec!["--rdzv-backend=c10d", &endpoint] };
+        let common = [&meeting[..], &["--max-restarts=1"]].concat();
+        let first = nodes.start(0, &[&common[..], &["--nproc-per-node=3"]].concat(), &script);
+        // With c10d, the first to come gets rank 0 and hosts the store.
+        let store = TcpStore::connect("127.0.0.1", nodes.port, PATIENCE).unwrap();
+        store.wait(&["candle_ddp/nodes/welcome/0"], Some(PATIENCE)).unwrap();
+        let all = finish(vec![first, nodes.start(1, &[&common[..], &["--nproc-per-node=1"]].concat(), &script)]);
+        let line = |rank: usize| {
+            let (local_rank, workers, node) = if rank < 3 { (rank, 3, 0) } else { (0, 1, 1) };
+            format!("{rank} of 4, {local_rank} of {workers}, {node} of 2, {rank} of 4")
+        };
+        for (ran, ranks) in all.iter().zip([0..3, 3..4]) {
+            let expected: Vec<_> = ranks.flat_map(|rank| [line(rank), line(rank)]).collect();
+            assert_eq!((ran.code, ran.sorted()), (Some(0), expected.iter().map(String::as_str).collect()), "{all:?}");
+            ran.says("rank 3 on node 1 (host ");
+        }
     }
 }
 

@@ -1,31 +1,40 @@
 //! The end of `--hosts` on each machine: a ddprun whose standard input is its connection to the first one.
 use super::AGENT;
+use crate::command::hosts::Variables;
 use crate::console::message;
 use crate::error::{Error, Result};
 use crate::signal;
 use candle_ddp_base::thread;
 use candle_ddp_env::PROCESS;
-use candle_ddp_rendezvous::Secret;
+use candle_ddp_rendezvous::{Secret, json};
 use rustix::process::{Signal, getpid, kill_process};
-use std::io::{BufRead, BufReader, Stdin};
+use std::ffi::OsString;
+use std::io::{BufRead, BufReader, ErrorKind, Stdin};
+use std::os::unix::ffi::OsStringExt;
 
 /// Whether this ddprun was started by that of `--hosts`.
 pub(crate) fn is_agent() -> bool {
     PROCESS.is_set(AGENT)
 }
 
-/// Reads the run's secret from standard input, if it has one, and then ends this process as signals would: as the first ddprun
-/// says, and when the connection to it ends.
-pub(crate) fn follow() -> Result<Option<Secret>> {
+/// Reads the run's secret, if it has one, and the variables of its workers from standard input, and then ends this process as signals
+/// would: as the first ddprun says, and when the connection to it ends.
+pub(crate) fn follow() -> Result<(Option<Secret>, Variables)> {
     let mut input = BufReader::new(std::io::stdin());
-    let mut line = String::new();
-    input.read_line(&mut line).map_err(|error| Error::io("reading the secret from standard input", error))?;
-    if !line.ends_with('\n') {
-        return Err(Error::io("reading the secret from standard input", std::io::ErrorKind::UnexpectedEof));
-    }
-    let secret = Some(line.trim()).filter(|text| !text.is_empty()).map(Secret::new).transpose()?;
+    let mut line = |what: &str| {
+        let mut line = String::new();
+        let read = input.read_line(&mut line).and_then(|_| match line.ends_with('\n') {
+            true => Ok(()),
+            false => Err(ErrorKind::UnexpectedEof.into()),
+        });
+        read.map(|()| line).map_err(|error| Error::io(format!("reading {what} from standard input"), error))
+    };
+    let (secret, variables) = (line("the secret")?, line("the variables of --env")?);
+    let secret = Some(secret.trim()).filter(|text| !text.is_empty()).map(Secret::new).transpose()?;
+    let variables: Vec<(String, Vec<u8>)> = json::decode("the variables of --env", variables.as_bytes())?;
+    let variables = variables.into_iter().map(|(name, value)| (name, OsString::from_vec(value))).collect();
     thread::spawn("ddprun-hosts", move || obey(input))?;
-    Ok(secret)
+    Ok((secret, variables))
 }
 
 fn obey(input: BufReader<Stdin>) {

@@ -1,8 +1,8 @@
 //! Starting the agents, and following them.
-use super::{AGENT, MASTER_ADDR, NNODES, NODE_RANK, WORKERS};
+use super::{AGENT, MASTER_ADDR, NNODES, NODE_RANK};
 use crate::child;
 use crate::command::cli::Cli;
-use crate::command::hosts::Hosts;
+use crate::command::hosts::{Host, Hosts};
 use crate::command::options::Options;
 use crate::command::processes::Processes;
 use crate::command::secret::RunSecret;
@@ -15,12 +15,14 @@ use crate::supervise::output::{self, Intake, Source};
 use crate::supervise::worker::Exit;
 use crate::tail::Tail;
 use candle_ddp_env::beginning_with;
+use candle_ddp_rendezvous::json::encode;
 use rustix::io::Errno;
 use rustix::process::{Pid, WaitOptions, wait};
 use signal_hook::consts::SIGCHLD;
 use std::ffi::{OsStr, OsString};
 use std::io::Write;
-use std::os::unix::ffi::OsStrExt;
+use std::num::NonZeroUsize;
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::os::unix::process::CommandExt;
 use std::process::{Child, ChildStdin, Command, Stdio};
 use std::time::{Duration, Instant};
@@ -67,23 +69,26 @@ struct Agent {
 
 /// Runs the program of `cli` on `hosts`, with one ddprun on each, and returns the exit code: that of the first one that failed.
 pub(crate) fn run(cli: &Cli, hosts: &Hosts) -> Result<u8> {
-    let workers = check(cli, hosts)?;
+    check(cli, hosts)?;
+    let variables = variables(&cli.ranks.env)?;
     let options = &cli.options;
     let secret = RunSecret::resolve(options.no_secret, 1)?;
     let events = Events::listen(&options.signals_to_handle)?;
     let (intake, incoming) = output::intake().map_err(|error| Error::io("creating a pipe", error))?;
     events.forward(incoming)?;
-    let first_line = format!("{}\n", secret.get().map_or("", |secret| secret.reveal()));
+    let mut first_lines = format!("{}\n", secret.get().map_or("", |secret| secret.reveal())).into_bytes();
+    first_lines.extend(encode(&variables));
+    first_lines.push(b'\n');
     let mut agents = Vec::new();
     for (node_rank, host) in hosts.0.iter().enumerate() {
-        let command = command(cli, hosts, node_rank, workers)?;
-        agents.push(start(cli.ranks.rsh.as_deref(), &host.name, &command, &first_line, &intake, node_rank)?);
+        let command = command(cli, hosts, node_rank)?;
+        agents.push(start(cli.ranks.rsh.as_deref(), &host.name, &command, &first_lines, &intake, node_rank)?);
     }
     Ok(follow(&mut agents, intake, &events, options))
 }
 
-/// Refuses what contradicts `--hosts`. Returns the number of workers on each machine, if the list has it.
-fn check(cli: &Cli, hosts: &Hosts) -> Result<Option<usize>> {
+/// Refuses what contradicts `--hosts`.
+fn check(cli: &Cli, hosts: &Hosts) -> Result<()> {
     let ranks = &cli.ranks;
     let given = [
         ("--nnodes", ranks.nnodes != "1"),
@@ -95,31 +100,40 @@ fn check(cli: &Cli, hosts: &Hosts) -> Result<Option<usize>> {
     if let Some((option, _)) = given.into_iter().find(|(_, is_given)| *is_given) {
         return Err(Error::usage(option, "follows from --hosts: omit one of the two"));
     }
-    let workers = hosts.workers().map_err(|reason| Error::usage("--hosts", reason))?;
-    match ranks.nproc_per_node {
-        Processes::Count(count) if count.get() == 1 || workers.is_none_or(|workers| workers == count.get()) => {}
-        _ if workers.is_none() => {}
-        _ => {
-            return Err(Error::usage(
-                "--nproc-per-node",
-                "differs from the number of workers in --hosts: omit one of the two",
-            ));
-        }
+    let default = ranks.nproc_per_node;
+    let is_ignored = |host: &Host| host.workers.is_some_and(|workers| Processes::Count(workers) != default);
+    if default != Processes::Count(NonZeroUsize::MIN) && hosts.0.iter().all(is_ignored) {
+        return Err(Error::usage(
+            "--nproc-per-node",
+            "has no effect, since --hosts has a number for each machine: omit it",
+        ));
     }
-    Ok(workers)
+    Ok(())
+}
+
+/// The values of the variables of `--env`.
+fn variables(names: &[String]) -> Result<Vec<(String, Vec<u8>)>> {
+    let value = |name: String| {
+        let reason = || format!("{name:?} must be the name of a variable that is set here: export it, or omit it");
+        // Lookups of other names may panic.
+        let is_name = !name.is_empty() && !name.contains(['=', '\0']);
+        let value = is_name.then(|| std::env::var_os(&name)).flatten();
+        let value = value.ok_or_else(|| Error::usage("--env", reason()))?.into_vec();
+        Ok((name, value))
+    };
+    names.iter().cloned().map(value).collect()
 }
 
 /// The command of the agent on a machine, for a shell there.
-fn command(cli: &Cli, hosts: &Hosts, node_rank: usize, workers: Option<usize>) -> Result<String> {
+fn command(cli: &Cli, hosts: &Hosts, node_rank: usize) -> Result<String> {
     let first = hosts.0.first().map_or("", |host| &host.name);
     let first = first.rsplit_once('@').map_or(first, |(_, name)| name);
-    let mut variables: Vec<(&str, String)> = vec![
+    let variables: Vec<(&str, String)> = vec![
         (AGENT, "1".to_string()),
         (NNODES, hosts.0.len().to_string()),
         (NODE_RANK, node_rank.to_string()),
         (MASTER_ADDR, cli.ranks.master_addr.clone().unwrap_or_else(|| first.to_string())),
     ];
-    variables.extend(workers.map(|workers| (WORKERS, workers.to_string())));
     let is_own = |name: &OsStr| {
         let name = name.to_string_lossy();
         name.contains("SECRET") || variables.iter().any(|(own, _)| *own == name)
@@ -208,7 +222,7 @@ fn start(
     rsh: Option<&str>,
     host: &str,
     script: &str,
-    first_line: &str,
+    first_lines: &[u8],
     intake: &Intake,
     node_rank: usize,
 ) -> Result<Agent> {
@@ -245,7 +259,7 @@ fn start(
     }
     let mut input = process.stdin.take();
     // If the connection has failed already, its end says so.
-    let _ = input.as_mut().map(|input| input.write_all(first_line.as_bytes()));
+    let _ = input.as_mut().map(|input| input.write_all(first_lines));
     Ok(Agent { host: host.to_string(), process, pid, input, ended: None })
 }
 

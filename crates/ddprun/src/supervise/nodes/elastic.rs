@@ -1,5 +1,5 @@
 //! Runs of `candle_ddp::elastic::run` over several nodes: when some processes end, the others keep running.
-use super::message::{Admission, Entry, Exited, Replacement, Slot};
+use super::message::{Admission, Entry, Exited, Node, Replacement, Slot};
 use super::run::{Action, Check, Run, State};
 use crate::supervise::consequence::{self, Consequence, End};
 use crate::supervise::members::Members;
@@ -77,10 +77,9 @@ impl Run {
     /// While a signal ends the run: the ranks of the other nodes continue without the ranks of a node that is gone, or has ended
     /// without them.
     pub(super) fn continue_without(&mut self, slot: Slot, reason: &str) {
-        let (node_rank, workers) = (self.members.iter().position(|member| *member == slot), self.terms.workers);
-        let Some(processes) = &mut self.processes else { return };
+        let (Some(ranks), Some(processes)) = (self.ranks_of(slot), &mut self.processes) else { return };
         // Ranks whose ends this node has reported are gone already.
-        let has_some = processes.update().unwrap_or(false) && processes.any(|rank| Some(rank / workers) == node_rank);
+        let has_some = processes.update().unwrap_or(false) && processes.any(|rank| ranks.contains(&rank));
         if has_some && let Some(reason) = self.give_up_ranks(slot, reason, None, TooFew::Fail) {
             log::warn!("{reason}");
         }
@@ -96,19 +95,18 @@ impl Run {
         too_few: TooFew,
     ) -> Option<String> {
         let min_world_size = self.elastic()?;
-        let node_rank = self.members.iter().position(|member| *member == slot)?;
-        let workers = self.terms.workers;
+        let ranks = self.ranks_of(slot)?;
         let processes = self.processes.as_mut()?;
         if !processes.update().unwrap_or(false) {
             return None;
         }
-        let next = processes.without(|rank| rank / workers == node_rank);
+        let next = processes.without(|rank| ranks.contains(&rank));
         let left = next.len();
         if left == 0 || left < min_world_size || least_nodes.is_some() {
-            let least = min_world_size.max(least_nodes.unwrap_or(0) * workers);
+            let least = min_world_size.max(self.layout.least(least_nodes.unwrap_or(0)));
             let reason = format!("{reason}. The {left} remaining rank(s) are fewer than the run needs ({least})");
             if let TooFew::Fail = too_few {
-                let _ = processes.fail(node_rank * workers, reason);
+                let _ = processes.fail(ranks.start, reason);
             }
             return None;
         }
@@ -116,12 +114,15 @@ impl Run {
         is_changed.then(|| format!("{reason}. The other {left} rank(s) continue without it"))
     }
 
-    /// Gives the place of a node that was lost to a spare, one of those that wait because the run has as many nodes as it may
-    /// have; returns whether it did.
+    /// Gives the place of a node that was lost to a spare with as many workers, one of those that wait because the run has as
+    /// many nodes as it may have; returns whether it did.
     pub(super) fn fill_in(&mut self, lost: Slot, reason: &str) -> bool {
-        let State::Running { members, .. } = &mut self.state else { return false };
+        let State::Running { members, .. } = &self.state else { return false };
         // If each node has been given its rank, none is spare.
-        let spare = self.nodes.keys().copied().find(|slot| !members.contains(slot)).filter(|_| !self.is_static);
+        let fits = |(slot, node): &(&Slot, &Node)| {
+            !members.contains(slot) && self.ranks_of(lost).is_some_and(|ranks| ranks.len() == node.workers)
+        };
+        let spare = self.nodes.iter().find(fits).map(|(slot, _)| *slot).filter(|_| !self.is_static);
         let (Some(spare), true) = (spare, self.elastic().is_some()) else { return false };
         if let State::Running { members, .. } = &mut self.state {
             members.retain(|member| *member != lost);
@@ -135,13 +136,19 @@ impl Run {
             return false;
         }
         let Some(node) = self.nodes.get(&slot) else { return false };
-        let (host, own_rank) = (node.host.clone(), node.node_rank.filter(|_| self.is_static));
-        let is_free = |seat: usize| self.members.get(seat).is_none_or(|member| !self.nodes.contains_key(member));
-        let Some(node_rank) = own_rank.or_else(|| (0..self.terms.max_nodes).find(|seat| is_free(*seat))) else {
-            return false;
+        let (host, own_rank, workers) = (node.host.clone(), node.node_rank.filter(|_| self.is_static), node.workers);
+        // The ranks of a node that is gone are free, for a node with as many workers; those of a new one follow the others.
+        let is_free = |seat: &usize| match self.members.get(*seat) {
+            Some(member) => !self.nodes.contains_key(member) && self.layout.ranks(*seat).len() == workers,
+            None => true,
         };
-        let workers = self.terms.workers;
-        let ranks = node_rank * workers..(node_rank + 1) * workers;
+        let mut seats = own_rank.map_or(0..self.terms.max_nodes, |rank| rank..rank + 1);
+        let Some(node_rank) = seats.find(is_free) else { return false };
+        let mut layout = self.layout.clone();
+        if node_rank >= self.members.len() {
+            layout.push(workers);
+        }
+        let ranks = layout.ranks(node_rank);
         let Some(processes) = &mut self.processes else { return false };
         if !processes.update().unwrap_or(false) {
             return false;
@@ -152,6 +159,7 @@ impl Run {
             return false;
         }
         let incarnations = ranks.map(|rank| Members::incarnation(processes, rank)).collect();
+        self.layout = layout;
         match self.members.get_mut(node_rank) {
             Some(member) => *member = slot,
             None => self.members.push(slot),
@@ -164,7 +172,7 @@ impl Run {
         self.actions.push(Action::Write(Entry::Admit(Admission {
             slot,
             node_rank,
-            nodes: self.members.len(),
+            layout: self.layout.clone(),
             attempt: self.rounds - 1,
             restart_count: self.restart_count,
             incarnations,

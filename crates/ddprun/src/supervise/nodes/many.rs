@@ -83,14 +83,8 @@ fn run(nodes: usize, wait: Duration) -> String {
     // Between the steps, all ranks and this thread wait for each other.
     let step = Steps { threads: nodes + 1, calls: Mutex::new(Some(0)), changed: Condvar::new() };
     let (step, victim) = (&step, nodes - 1);
-    let terms = Terms {
-        run_id: "many".into(),
-        min_nodes: nodes,
-        max_nodes: nodes,
-        workers: 1,
-        max_restarts: 0,
-        version: version(),
-    };
+    let terms =
+        Terms { run_id: "many".into(), min_nodes: nodes, max_nodes: nodes, max_restarts: 0, version: version() };
     let pace = Pace { join_timeout: TIMEOUT, ..Pace::default() };
     let before = Reading::now();
     let coordinator =
@@ -105,6 +99,7 @@ fn run(nodes: usize, wait: Duration) -> String {
                 node_rank: Some(node),
                 hosts: node == 0,
                 terms: terms.clone(),
+                workers: 1,
                 fitness: None,
                 unfit: None,
             };

@@ -145,11 +145,10 @@ impl Run {
         let is_checked = |slot: &Slot| self.nodes.get(slot).is_some_and(|node| node.fitness.is_some());
         let is_check = self.check != Check::Over && slots.len() > 1 && slots.iter().all(is_checked);
         self.check = if is_check { Check::Running } else { Check::Over };
-        let (attempt, restart_count, nodes) = (self.rounds, self.restart_count, slots.len());
-        let round = Round { attempt, restart_count, nodes, is_check, node_rank: None };
+        let (attempt, restart_count, layout) = (self.rounds, self.restart_count, self.layout.clone());
+        let round = Round { attempt, restart_count, layout, is_check, node_rank: None };
         if !is_check {
-            let world_size = slots.len() * self.terms.workers;
-            self.processes = Some(Members::new(Arc::clone(&self.store), self.rounds, world_size));
+            self.processes = Some(Members::new(Arc::clone(&self.store), self.rounds, self.layout.world_size()));
             self.rounds += 1;
         }
         self.actions.push(Action::Start(round, slots.clone()));

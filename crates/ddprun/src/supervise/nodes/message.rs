@@ -1,5 +1,6 @@
 //! The messages between the agents of a run and its coordinator. They travel as JSON through the store.
 use crate::check::Fitness;
+use crate::command::layout::Layout;
 use crate::command::terms::{Terms, older};
 use crate::supervise::worker::Exit;
 use crate::verdict::Verdict;
@@ -17,6 +18,9 @@ pub(crate) struct Node {
     /// Whether it hosts the store.
     pub(crate) hosts: bool,
     pub(crate) terms: Terms,
+    /// The number of its workers. A node of another version, which says none, is refused.
+    #[serde(default)]
+    pub(crate) workers: usize,
     /// Its speed, if its user wants it to be compared with that of others.
     pub(crate) fitness: Option<Fitness>,
     /// Why it takes no part, for those that wait for it: it has failed its own check.
@@ -92,8 +96,8 @@ pub(crate) struct Round {
     pub(crate) attempt: u64,
     /// How often any worker was restarted.
     pub(crate) restart_count: u32,
-    /// The number of nodes.
-    pub(crate) nodes: usize,
+    /// The workers of the nodes.
+    pub(crate) layout: Layout,
     /// Whether the workers are those of the check that comes before the run (`--check`).
     pub(crate) is_check: bool,
     /// The rank of the node that reads this, if it takes part. Each node's rank has a key of its own in the store, so that what
@@ -117,8 +121,8 @@ pub(crate) struct Replacement {
 pub(crate) struct Admission {
     pub(crate) slot: Slot,
     pub(crate) node_rank: usize,
-    /// The number of nodes that the run has had at the same time.
-    pub(crate) nodes: usize,
+    /// The workers of all nodes that the run has had at the same time.
+    pub(crate) layout: Layout,
     pub(crate) attempt: u64,
     pub(crate) restart_count: u32,
     /// Of each worker.

@@ -9,6 +9,8 @@
 //! - Every agent gives signs of life. An agent is considered dead when these stop, and at once when its connection
 //!   closes without a goodbye: the store then sends its last will ([`Message::Gone`]). An agent that cannot give
 //!   signs of life ends its workers, because the store is gone.
+#[cfg(test)]
+mod arrivals;
 mod coordinator;
 mod elastic;
 #[cfg(test)]

@@ -3,6 +3,7 @@ use super::message::{Entry, Message, Node, Round, Slot};
 use super::run::Action;
 use super::tests::{Fixture, start};
 use crate::check::Fitness;
+use crate::command::layout::Layout;
 use crate::command::terms::Terms;
 use candle_ddp_rendezvous::{Decision, Generations, Member};
 use std::sync::Arc;
@@ -12,7 +13,8 @@ use std::time::Duration;
 fn come(fixture: &mut Fixture, slot: Slot, product: u64) -> Option<String> {
     let node_rank = fixture.is_static.then_some(usize::try_from(slot).unwrap());
     let (terms, fitness) = (fixture.run.terms.clone(), Some(Fitness::of(product, 10_000)));
-    let node = Node { host: format!("host{slot}"), node_rank, hosts: slot == 0, terms, fitness, unfit: None };
+    let node =
+        Node { host: format!("host{slot}"), node_rank, hosts: slot == 0, terms, workers: 1, fitness, unfit: None };
     fixture.tell(slot, Message::Join(node));
     match fixture.run.actions.remove(0) {
         Action::Welcome(_, refusal) => refusal,
@@ -142,7 +144,7 @@ fn a_spare_takes_the_place_of_a_node_that_is_lost_or_leaves() {
         fixture.tell(1, lost);
         let entries = fixture.entries();
         let [Entry::Admit(admission)] = entries.as_slice() else { panic!("{entries:?}") };
-        assert_eq!((admission.slot, admission.node_rank, admission.nodes), (2, 1, 2));
+        assert_eq!((admission.slot, admission.node_rank, &admission.layout), (2, 1, &Layout::even(2, 1)));
         assert_eq!(admission.incarnations, [1]);
         assert!(admission.reason.starts_with("node 1 (host host1) "), "{}", admission.reason);
         assert!(
@@ -185,7 +187,8 @@ fn come_unfit(fixture: &mut Fixture, slot: Slot) -> Option<String> {
     let node_rank = fixture.is_static.then_some(usize::try_from(slot).unwrap());
     let (terms, unfit) = (fixture.run.terms.clone(), Some("no disk".to_string()));
     let host = format!("host{slot}");
-    fixture.tell(slot, Message::Join(Node { host, node_rank, hosts: slot == 0, terms, fitness: None, unfit }));
+    fixture
+        .tell(slot, Message::Join(Node { host, node_rank, hosts: slot == 0, terms, workers: 1, fitness: None, unfit }));
     match fixture.run.actions.remove(0) {
         Action::Welcome(_, refusal) => refusal,
         other => panic!("{other:?}"),
@@ -235,7 +238,15 @@ fn nodes_with_different_versions_start_no_run() {
     let own = fixture.run.terms.version.clone();
     fixture.run.terms.version = "0.0.1".to_string();
     let terms = Terms { version: own.clone(), ..fixture.run.terms.clone() };
-    let node = Node { host: "host1".to_string(), node_rank: Some(1), hosts: false, terms, fitness: None, unfit: None };
+    let node = Node {
+        host: "host1".to_string(),
+        node_rank: Some(1),
+        hosts: false,
+        terms,
+        workers: 1,
+        fitness: None,
+        unfit: None,
+    };
     fixture.tell(1, Message::Join(node));
     let Action::Welcome(1, Some(refusal)) = fixture.run.actions.remove(0) else { panic!("it was welcome") };
     assert!(

@@ -4,6 +4,7 @@
 //! It has no clock: call `on_time` with the time after every event.
 use super::message::{Entry, Exited, Message, Node, Round, Slot};
 use super::reports::Reports;
+use crate::command::layout::Layout;
 use crate::command::terms::{Pace, Terms};
 use crate::supervise::consequence::Restarts;
 use crate::supervise::members::Members;
@@ -12,6 +13,7 @@ use crate::verdict::{How, Verdict};
 use candle_ddp_base::warnings::Warnings;
 use candle_ddp_rendezvous::Store;
 use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -83,6 +85,8 @@ pub(super) struct Run {
     pub(super) hosts: BTreeMap<Slot, String>,
     /// The members of the last round, by their ranks; some may be gone.
     pub(super) members: Vec<Slot>,
+    /// Their workers.
+    pub(super) layout: Layout,
     pub(super) state: State,
     /// The number of rounds, and how often any worker was restarted, for any reason.
     pub(super) rounds: u64,
@@ -120,6 +124,7 @@ impl Run {
             has_host: false,
             hosts: BTreeMap::new(),
             members: Vec::new(),
+            layout: Layout::default(),
             state: State::Meeting { since: None, enough_since: None },
             rounds: 0,
             restart_count: 0,
@@ -165,20 +170,23 @@ impl Run {
 
     /// Whether a signal has ended the run, and all workers have exited with 0: then so do the nodes.
     pub(super) fn has_saved(&self) -> bool {
-        let mut ranks = 0..self.ranks();
+        let mut ranks = 0..self.layout.world_size();
         matches!(self.state, State::Signalled)
             && !ranks.is_empty()
             && ranks.all(|rank| self.codes.get(&rank) == Some(&0))
     }
 
-    /// The number of ranks of the round.
-    fn ranks(&self) -> usize {
-        self.members.len().saturating_mul(self.terms.workers)
-    }
-
     /// Forgets the last round.
     pub(super) fn begin_round(&mut self, members: Vec<Slot>) {
+        self.layout = Layout::default();
+        let workers = members.iter().filter_map(|slot| self.nodes.get(slot)).map(|node| node.workers);
+        workers.for_each(|workers| self.layout.push(workers));
         (self.members, self.codes) = (members, BTreeMap::new());
+    }
+
+    /// The ranks of a node, if it is a member.
+    pub(super) fn ranks_of(&self, slot: Slot) -> Option<Range<usize>> {
+        Some(self.layout.ranks(self.members.iter().position(|member| *member == slot)?))
     }
 
     pub(super) fn has_ended(&self) -> bool {
@@ -207,7 +215,7 @@ impl Run {
         match message {
             Message::Join(node) => self.on_join(slot, node),
             Message::Exited(exited) => {
-                if exited.rank < self.ranks() {
+                if exited.rank < self.layout.world_size() {
                     self.codes.insert(exited.rank, exited.exit.code());
                 }
                 self.on_exited(slot, exited);

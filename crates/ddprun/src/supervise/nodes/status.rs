@@ -25,7 +25,7 @@ impl Run {
             attempt: self.rounds.saturating_sub(1),
             restarts: self.restarts.used,
             max_restarts: self.restarts.most,
-            workers: self.terms.workers,
+            layout: self.layout.clone(),
             nodes: there.chain(waiting).collect(),
             last_failure: self.last_failure.clone(),
         }

@@ -3,6 +3,7 @@
 use super::message::{Entry, Exited, Message, Node, Round, Slot};
 use super::reports::REPORTS;
 use super::run::{Action, Run};
+use crate::command::layout::Layout;
 use crate::command::terms::{Pace, Terms, version};
 use crate::supervise::worker::Exit;
 use crate::verdict::{How, Verdict};
@@ -19,13 +20,13 @@ pub(super) struct Fixture {
 }
 
 /// The node that a process describes when it joins.
-fn node(slot: Slot, node_rank: Option<usize>, terms: Terms) -> Node {
-    Node { host: format!("host{slot}"), node_rank, hosts: slot == 0, terms, fitness: None, unfit: None }
+pub(super) fn node(slot: Slot, node_rank: Option<usize>, terms: Terms) -> Node {
+    Node { host: format!("host{slot}"), node_rank, hosts: slot == 0, terms, workers: 1, fitness: None, unfit: None }
 }
 
 impl Fixture {
     pub(super) fn new(min_nodes: usize, max_nodes: usize, max_restarts: u32, is_static: bool) -> Self {
-        let terms = Terms { run_id: "a".into(), min_nodes, max_nodes, workers: 1, max_restarts, version: version() };
+        let terms = Terms { run_id: "a".into(), min_nodes, max_nodes, max_restarts, version: version() };
         let store = Arc::new(HashStore::new(Duration::from_secs(1)));
         let run = Run::new(terms, Pace::default(), is_static, store);
         Self { run, is_static, now: Instant::now(), survived: Vec::new() }
@@ -107,7 +108,7 @@ fn failed(rank: usize, code: u8) -> Verdict {
 
 pub(super) fn start(attempt: u64, restart_count: u32, slots: &[Slot]) -> Action {
     Action::Start(
-        Round { attempt, restart_count, nodes: slots.len(), is_check: false, node_rank: None },
+        Round { attempt, restart_count, layout: Layout::even(slots.len(), 1), is_check: false, node_rank: None },
         slots.to_vec(),
     )
 }
@@ -278,17 +279,6 @@ fn a_signal_to_a_node_of_an_elastic_run_is_no_failure_of_its_ranks() {
 }
 
 #[test]
-fn a_node_that_is_gone_before_the_start_may_come_again() {
-    let mut fixture = Fixture::new(2, 2, 0, false);
-    fixture.join(0);
-    fixture.join(1);
-    fixture.tell(1, Message::Gone);
-    assert_eq!(fixture.actions(), []);
-    fixture.join(2);
-    assert_eq!(fixture.actions(), [start(0, 0, &[0, 2])]);
-}
-
-#[test]
 fn a_node_that_is_gone_is_not_waited_for() {
     // Before the others start again,
     let mut fixture = Fixture::of_two(2, 1, false);
@@ -368,62 +358,6 @@ fn a_failure_is_judged_once_the_other_nodes_are_known_to_live() {
     assert_eq!(fixture.run.restarts.used, 1);
 }
 
-#[test]
-fn nodes_that_do_not_come_in_time_end_the_run() {
-    let join_timeout = Pace::default().join_timeout;
-    for (is_static, absent) in [
-        (
-            false,
-            ": start ddprun with the same options on the others, look at its output there, or give them more time \
-             (--rdzv-conf join_timeout=SECONDS)",
-        ),
-        (true, ": look at the output of ddprun with --node-rank 1"),
-    ] {
-        let mut fixture = Fixture::new(2, 2, 0, is_static);
-        assert_eq!(fixture.actions(), []);
-        fixture.join(0);
-        fixture.now += join_timeout - Duration::from_millis(1);
-        assert_eq!(fixture.actions(), []);
-        fixture.now += Duration::from_millis(1);
-        assert_eq!(fixture.failure(), (format!("1 of 2 nodes joined within 600 s{absent}"), 1));
-    }
-    // The time begins anew with each meeting.
-    let mut fixture = Fixture::of_two(2, 1, false);
-    fixture.now += join_timeout;
-    fixture.tell(1, Message::Gone);
-    fixture.restart_reason();
-    fixture.tell(0, Message::Ended(None));
-    assert_eq!(fixture.actions(), [Action::Clear]);
-    fixture.now += join_timeout - Duration::from_millis(1);
-    assert_eq!(fixture.actions(), []);
-    fixture.now += Duration::from_millis(1);
-    fixture.failure();
-}
-
-#[test]
-fn the_first_round_waits_for_more_nodes_than_it_needs() {
-    let last_call_timeout = Pace::default().last_call_timeout;
-    let mut fixture = Fixture::new(1, 3, 0, false);
-    fixture.join(0);
-    assert_eq!(fixture.actions(), []);
-    // Too few nodes in between: the last call begins anew.
-    fixture.now += last_call_timeout / 2;
-    fixture.tell(0, Message::Gone);
-    assert_eq!(fixture.actions(), []);
-    fixture.join(1);
-    assert_eq!(fixture.actions(), []);
-    fixture.now += last_call_timeout / 2;
-    fixture.join(2);
-    assert_eq!(fixture.actions(), []);
-    fixture.now += last_call_timeout / 2;
-    assert_eq!(fixture.actions(), [start(0, 0, &[1, 2])]);
-    // Later rounds do not wait.
-    fixture.tell(1, Message::Gone);
-    fixture.restart_reason();
-    fixture.tell(2, Message::Ended(None));
-    assert_eq!(fixture.actions(), [Action::Clear, start(1, 1, &[2])]);
-}
-
 /// Of a restart, too, although the worker that failed first was not the cause.
 #[test]
 fn the_nodes_agree_on_the_verdict_on_a_failure_that_the_run_survives() {
@@ -477,49 +411,5 @@ fn late_reports_are_not_waited_for() {
     assert_eq!(fixture.actions(), []);
     fixture.now += Duration::from_millis(1);
     assert_eq!(fixture.actions(), [Action::Conclude(Box::new(report))]);
-    assert_eq!(fixture.actions(), []);
-}
-
-/// Whichever comes first, each node learns why the run does not begin.
-#[test]
-fn a_node_with_other_options_ends_a_fixed_number_of_nodes_before_they_begin() {
-    let join = |fixture: &mut Fixture, slot: Slot, workers: usize, run_id: &str| {
-        let terms = Terms { workers, run_id: run_id.to_string(), ..fixture.run.terms.clone() };
-        let node_rank = Some(usize::try_from(slot).unwrap());
-        fixture.tell(slot, Message::Join(node(slot, node_rank, terms)));
-        match fixture.run.actions.remove(0) {
-            Action::Welcome(_, refusal) => refusal,
-            other => panic!("{other:?}"),
-        }
-    };
-    let reason = "--nproc-per-node is 2 on host host1, but 1 on the node that hosts the store: give all nodes the same";
-    let mut fixture = Fixture::new(2, 2, 0, true);
-    assert_eq!(join(&mut fixture, 0, 1, "a"), None);
-    assert!(join(&mut fixture, 1, 2, "a").unwrap().starts_with("--nproc-per-node is 2 here, but 1 on the node"));
-    assert_eq!(fixture.failure(), (reason.to_string(), 1));
-    // The store remains until both have read the reason.
-    fixture.tell(0, Message::Bye);
-    assert!(!fixture.run.is_over());
-    fixture.tell(1, Message::Gone);
-    assert!(fixture.run.is_over());
-
-    let mut fixture = Fixture::new(2, 2, 0, true);
-    assert!(join(&mut fixture, 1, 2, "a").is_some());
-    fixture.failure();
-    // Even if that node is gone by then.
-    fixture.tell(1, Message::Gone);
-    assert!(!fixture.run.is_over());
-    assert_eq!(join(&mut fixture, 0, 1, "a").unwrap(), format!("the run has ended: {reason}"));
-    fixture.tell(0, Message::Gone);
-    assert!(fixture.run.is_over());
-
-    // A node of another run is here by mistake, a range needs no particular node, and a run in progress needs none.
-    for (least, run_id) in [(2, "b"), (1, "a")] {
-        let mut fixture = Fixture::new(least, 2, 0, true);
-        assert!(join(&mut fixture, 1, 2, run_id).is_some());
-        assert_eq!(fixture.actions(), []);
-    }
-    let mut fixture = Fixture::of_two(2, 0, true);
-    assert!(join(&mut fixture, 2, 2, "a").is_some());
     assert_eq!(fixture.actions(), []);
 }

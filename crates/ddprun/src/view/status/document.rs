@@ -1,5 +1,6 @@
 //! The document about its run that the ddprun that hosts the store keeps there, and updates with every change.
 use crate::command::config::Config;
+use crate::command::layout::Layout;
 use crate::verdict::Verdict;
 use candle_ddp_base::host::host_name;
 use serde::{Deserialize, Serialize};
@@ -17,8 +18,8 @@ pub(crate) struct RunStatus {
     /// How many restarts were used.
     pub(crate) restarts: u32,
     pub(crate) max_restarts: u32,
-    /// The number of workers on each node.
-    pub(crate) workers: usize,
+    /// The workers of the nodes.
+    pub(crate) layout: Layout,
     pub(crate) nodes: Vec<NodeStatus>,
     /// Without its evidence.
     pub(crate) last_failure: Option<Verdict>,
@@ -51,7 +52,7 @@ impl RunStatus {
             attempt: 1,
             restarts: 1,
             max_restarts: 3,
-            workers: 2,
+            layout: Layout::even(2, 2),
             nodes: Vec::new(),
             last_failure: None,
         }
@@ -70,7 +71,7 @@ impl RunStatus {
             attempt: 0,
             restarts: 0,
             max_restarts: config.options.max_restarts,
-            workers: config.topology.local_world_size,
+            layout: config.topology.layout.clone(),
             nodes,
             last_failure: None,
         }

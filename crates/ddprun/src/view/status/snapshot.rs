@@ -24,8 +24,8 @@ impl Snapshot {
 
     /// The host of a rank, by what it has told, or by its node.
     pub(super) fn host<'a>(&'a self, rank: usize, told: Option<&'a RankStatus>) -> Option<&'a str> {
-        let node_rank = rank / self.run.workers.max(1);
-        let node = || self.run.nodes.iter().find(|node| node.node_rank == Some(node_rank));
+        let node_rank = self.run.layout.node_of(rank);
+        let node = || self.run.nodes.iter().find(|node| node_rank.is_some() && node.node_rank == node_rank);
         told.map(|told| told.host.as_str()).or_else(|| Some(node()?.host.as_str()))
     }
 }
@@ -83,16 +83,12 @@ fn refused(store: &str, reason: String) -> candle_ddp_rendezvous::Error {
 
 /// Refuses numbers that no launcher writes.
 fn check(run: &RunStatus, store: &str) -> candle_ddp_rendezvous::Result<()> {
-    let ranks = run.workers.checked_mul(run.nodes.len().max(1));
     let is_node = |node_rank: usize| node_rank < run.nodes.len();
-    if ranks.is_some_and(|ranks| ranks <= MOST_RANKS) && run.nodes.iter().filter_map(|node| node.node_rank).all(is_node)
-    {
+    if run.layout.is_possible() && run.nodes.iter().filter_map(|node| node.node_rank).all(is_node) {
         return Ok(());
     }
     let reason = format!(
-        "it has {} workers on each of {} nodes, but a run must have at most {MOST_RANKS} ranks, and its nodes must be numbered from \
-         0: no ddprun has written it",
-        run.workers,
+        "a run must have at most {MOST_RANKS} ranks, and its {} nodes must be numbered from 0: no ddprun has written it",
         run.nodes.len()
     );
     Err(refused(store, reason))
@@ -101,12 +97,13 @@ fn check(run: &RunStatus, store: &str) -> candle_ddp_rendezvous::Result<()> {
 /// The ranks of the nodes that have taken part since the last start.
 fn ranks_of(run: &RunStatus) -> Vec<usize> {
     let nodes = run.nodes.iter().filter_map(|node| node.node_rank);
-    nodes.flat_map(|node_rank| node_rank * run.workers..(node_rank + 1) * run.workers).collect()
+    nodes.flat_map(|node_rank| run.layout.ranks(node_rank)).collect()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::command::layout::Layout;
     use crate::verdict::{How, Verdict};
     use crate::view::status::document::NodeStatus;
     use candle_ddp_rendezvous::json::encode;
@@ -114,9 +111,11 @@ mod tests {
     use std::time::Duration;
 
     fn run() -> RunStatus {
-        let node = |node_rank| NodeStatus { host: "a".to_string(), node_rank, is_alive: true };
-        let nodes = vec![node(Some(0)), node(Some(1)), node(None)];
-        RunStatus { attempt: 2, restarts: 2, nodes, ..RunStatus::for_tests() }
+        let node = |host: &str, node_rank| NodeStatus { host: host.to_string(), node_rank, is_alive: true };
+        let nodes = vec![node("a", Some(0)), node("b", Some(1)), node("c", None)];
+        let mut layout = Layout::even(1, 1);
+        layout.push(3);
+        RunStatus { attempt: 2, restarts: 2, layout, nodes, ..RunStatus::for_tests() }
     }
 
     #[test]
@@ -143,6 +142,7 @@ mod tests {
         let plain = snapshot().unwrap();
         assert_eq!((plain.generation, ranks(&plain), &plain.ranks[2].1), (None, vec![0, 1, 2, 3], &None));
         assert_eq!(plain.ranks[3].1, Some(told.clone()));
+        assert_eq!([0, 1, 3, 4].map(|rank| plain.host(rank, None)), [Some("a"), Some("b"), Some("b"), None]);
         let log = Generations::new(Generations::agent_prefix(2), Arc::clone(&store));
         log.announce(1).unwrap();
         log.decide(0, &Decision::everyone(4)).unwrap();
@@ -175,7 +175,7 @@ mod tests {
             read(Arc::clone(&store), "a:1".to_string())
         };
         for workers in [usize::MAX, usize::MAX / 3, 1_000_000_000_000, MOST_RANKS] {
-            let error = status(&RunStatus { workers, ..run() }).err().unwrap().to_string();
+            let error = status(&RunStatus { layout: Layout::even(3, workers), ..run() }).err().unwrap().to_string();
             assert!(error.contains("a:1") && error.contains("at most 1048576 ranks"), "{error}");
         }
         let far = NodeStatus { host: "a".to_string(), node_rank: Some(usize::MAX), is_alive: true };
@@ -183,7 +183,8 @@ mod tests {
         assert!(error.contains("numbered from 0"), "{error}");
         let one = vec![NodeStatus { host: "a".to_string(), node_rank: Some(0), is_alive: true }];
         let last_failure = Some(Verdict { at: u64::MAX, ..Verdict::now(How::Lost, 1, "it failed") });
-        let many = status(&RunStatus { workers: 1_000_000, nodes: one, last_failure, ..run() }).unwrap();
+        let many =
+            status(&RunStatus { layout: Layout::even(1, 1_000_000), nodes: one, last_failure, ..run() }).unwrap();
         assert_eq!((many.ranks.len(), many.unlisted), (LISTED, 1_000_000 - LISTED));
         let text = crate::view::status::table::text(&many, std::time::SystemTime::now());
         assert!(text.contains("and 983616 more ranks") && text.contains("it failed"), "{}", text.len());
