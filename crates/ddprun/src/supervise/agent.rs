@@ -45,13 +45,13 @@ pub(crate) struct Agent<'a> {
     own_store: Option<Arc<dyn Store>>,
     /// The connection to the agents of the other nodes, if there are any.
     link: Option<Link>,
-    /// This node's number among them, and whether it was a member of the last round.
-    slot: Option<Slot>,
-    is_member: bool,
+    /// This node's number among them, and whether it takes part in the round that is under way, or was last.
+    pub(crate) slot: Option<Slot>,
+    pub(crate) is_member: bool,
     /// Why the run ends, as far as it is known before the workers have ended.
-    failure: Option<Verdict>,
+    pub(crate) failure: Option<Verdict>,
     /// The coordinator cannot be reached any more.
-    is_lost: bool,
+    pub(crate) is_lost: bool,
     /// The members of an elastic run on this machine alone, once the agent had a reason to look.
     members: Option<Members>,
     restarts: Restarts,
@@ -92,16 +92,6 @@ impl<'a> Agent<'a> {
         }
     }
 
-    /// Declares that no more workers will be started.
-    pub(crate) fn close(&mut self) {
-        self.starter.intake = None;
-    }
-
-    /// Whether this node takes part in the round that is under way, or was last.
-    pub(crate) fn is_member(&self) -> bool {
-        self.is_member
-    }
-
     /// Whether there are other nodes.
     pub(crate) fn is_linked(&self) -> bool {
         self.link.is_some()
@@ -121,11 +111,6 @@ impl<'a> Agent<'a> {
             .rendezvous
             .as_ref()
             .map_or(Duration::ZERO, |rendezvous| rendezvous.pace.exit_barrier_timeout)
-    }
-
-    /// Records this node's number.
-    pub(crate) fn joined(&mut self, slot: Slot) {
-        self.slot = Some(slot);
     }
 
     /// Takes part in a round; returns whether this node belongs to it. `Err` says why the other nodes dropped it.
@@ -150,32 +135,13 @@ impl<'a> Agent<'a> {
         self.failure.get_or_insert(Verdict { signal: Some(signal), ..stopped });
     }
 
-    /// Records that the coordinator has ended the run.
-    pub(crate) fn set_failure(&mut self, reason: String, code: u8) {
-        self.failure.get_or_insert_with(|| Verdict::now(How::Unknown, code, reason));
-    }
-
-    /// Records that the workers of this node cannot be started.
-    pub(crate) fn set_not_started(&mut self, reason: String, code: u8) {
-        let (node, host) = (Some(self.starter.topology.node_rank), Some(host_name()));
-        let failure = || Verdict { node, host, ..Verdict::now(How::NotStarted, code, reason) };
-        self.failure.get_or_insert_with(failure);
-    }
-
-    /// Records that this node has lost the others.
-    pub(crate) fn set_lost(&mut self, reason: String) {
-        self.is_lost = true;
-        let (node, host) = (Some(self.starter.topology.node_rank), Some(host_name()));
-        self.failure.get_or_insert_with(|| Verdict { node, host, ..Verdict::now(How::Lost, 1, reason) });
-    }
-
-    pub(crate) fn is_lost(&self) -> bool {
-        self.is_lost
-    }
-
-    /// Why the run ends, as far as it is known before the workers have ended.
-    pub(crate) fn failure(&self) -> Option<&Verdict> {
-        self.failure.as_ref()
+    /// Records why the run ends on this node, unless that is known already.
+    pub(crate) fn ends(&mut self, how: How, code: u8, reason: String) {
+        self.is_lost |= how == How::Lost;
+        // Otherwise the coordinator has ended the run, because of any node.
+        let is_own = how != How::Unknown;
+        let (node, host) = (is_own.then_some(self.starter.topology.node_rank), is_own.then(host_name));
+        self.failure.get_or_insert_with(|| Verdict { node, host, ..Verdict::now(how, code, reason) });
     }
 
     /// Reports the verdict on this node's workers, and returns the one on which all nodes agree.

@@ -24,17 +24,17 @@ fn decide(agent: &Agent, workers: &[Worker], remains: &Remains, outcome: Outcome
     let here = || Some(format!("on this node{}:{}", findings.place(), others(None)?));
     let whole = |(index, own): &(usize, Verdict)| own.summary() + &findings.others(Some(*index));
     // Without the other nodes, nobody knows whether a worker failed first or because of them.
-    let is_final = |failure: &&Verdict| agent.is_lost() || failure.how == How::NotStarted;
-    if let Some(failure) = agent.failure().filter(is_final) {
+    let is_final = |failure: &&Verdict| agent.is_lost || failure.how == How::NotStarted;
+    if let Some(failure) = agent.failure.as_ref().filter(is_final) {
         let here = own.as_ref().map(whole).or_else(here);
         let text = [Some(failure.text.clone()), here].into_iter().flatten().collect::<Vec<_>>().join("\n");
         let evidence = own.map(|(_, own)| own.evidence).unwrap_or_default();
-        let code = if agent.is_lost() { 1 } else { failure.code };
+        let code = if agent.is_lost { 1 } else { failure.code };
         return (Verdict { evidence, code, ..failure.clone() }, text);
     }
     let own_verdict = own.as_ref().map(|(_, own)| own);
     let agreed = if agent.is_linked() { agent.agree(own_verdict.cloned()) } else { None };
-    let verdict = agreed.or_else(|| agent.failure().cloned()).or_else(|| own_verdict.cloned());
+    let verdict = agreed.or_else(|| agent.failure.clone()).or_else(|| own_verdict.cloned());
     let verdict = verdict.unwrap_or_else(|| Verdict::now(How::Unknown, 1, "the run has failed"));
     // The workers of a check are not to blame for what they have found.
     if let Some(found) = findings.any_error().filter(|_| agent.starter.is_joint_check) {

@@ -187,7 +187,7 @@ fn run_workers(
             (conclude::conclude(&mut agent, &supervisor.workers, &remains, outcome), patience)
         }
     };
-    match agent.failure().cloned().filter(|_| matches!(outcome, Outcome::Signalled(_)) && code != 0) {
+    match agent.failure.clone().filter(|_| matches!(outcome, Outcome::Signalled(_)) && code != 0) {
         Some(stopped) => agent.fail(stopped),
         None if code == 0 => agent.succeed(),
         None => {}

@@ -11,6 +11,7 @@ use super::worker::{Ended, Exit, Worker};
 use crate::console::{Console, message};
 use crate::error::Result;
 use crate::signal;
+use crate::verdict::How;
 use rustix::io::Errno;
 use rustix::process::{Signal, WaitOptions, kill_process, wait};
 use signal_hook::consts::{SIGCHLD, SIGCONT, SIGTSTP, SIGWINCH};
@@ -161,7 +162,7 @@ impl Supervisor {
             }
         }
         Console::get().stop_waiting();
-        agent.close();
+        agent.starter.intake = None;
         let deadline = Instant::now() + LAST_WAIT;
         let remains = remains.or_else(|| {
             // Only a log file on a hanging file system can keep the thread from finishing.
@@ -275,7 +276,8 @@ impl Supervisor {
             return match self.restart(agent) {
                 Ok(()) => Next::Again,
                 Err(error) => {
-                    agent.set_not_started(format!("the workers cannot be restarted: {error}"), error.exit_code());
+                    let reason = format!("the workers cannot be restarted: {error}");
+                    agent.ends(How::NotStarted, error.exit_code(), reason);
                     Next::Over
                 }
             };

@@ -1,6 +1,7 @@
 //! A store without a secret, to which anybody may write.
-use super::{Address, Coordinator, Entry, INBOX, Link, News, Node, PREFIX};
-use crate::command::terms::{Pace, Terms, version};
+use super::tests::{node, terms};
+use super::{Address, Coordinator, Entry, INBOX, Link, News, PREFIX};
+use crate::command::terms::Pace;
 use crate::verdict::Verdicts;
 use candle_ddp_rendezvous::{Listening, TcpStore, host_store};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -15,23 +16,14 @@ fn a_flood_of_messages_stops_no_time_out() {
     let listening = Listening::at("127.0.0.1", 0, true, PATIENCE).unwrap();
     let server = host_store(&listening, None, None, false, 2, &[]).unwrap();
     let (port, inbox) = (server.port(), format!("{PREFIX}/{INBOX}"));
-    let terms = Terms { run_id: "a".into(), min_nodes: 2, max_nodes: 2, max_restarts: 0, version: version() };
+    let terms = terms(2, 2, 0);
     let pace = Pace { join_timeout: Duration::from_secs(3), keep_alive_max_attempt: 1000, ..Pace::default() };
     let coordinator =
         Coordinator::start(&server, None, terms.clone(), pace.clone(), true, Verdicts::new(None, "")).unwrap();
-    let node = Node {
-        host: "a".into(),
-        node_rank: Some(0),
-        hosts: true,
-        terms: terms.clone(),
-        workers: 1,
-        fitness: None,
-        unfit: None,
-    };
     let (tell, news) = channel();
     let address = Address { host: "127.0.0.1".into(), port, secret: None };
     let tell = move |piece| tell.send(piece).unwrap_or_default();
-    let link = Link::join(address, node, &pace, Some(coordinator), tell).unwrap();
+    let link = Link::join(address, node(0, Some(0), terms), &pace, Some(coordinator), tell).unwrap();
     assert!(matches!(news.recv_timeout(PATIENCE).unwrap(), News::Joined { is_spare: false, .. }));
     let is_over = AtomicBool::new(false);
     let told = std::thread::scope(|scope| {

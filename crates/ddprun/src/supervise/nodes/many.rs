@@ -7,8 +7,9 @@
 //! Agents are threads of this process that speak the real protocol with the real coordinator over TCP, and ranks those that make
 //! the calls of `candle_ddp::elastic::run`, without training. Bytes are those of the loopback device with all headers, so the
 //! program must be alone in its network namespace; processor time is that of all of them together.
-use super::{Address, Coordinator, Entry, Link, Message, News, Node};
-use crate::command::terms::{Pace, Terms, version};
+use super::tests::terms;
+use super::{Address, Coordinator, Entry, Link, Message, News};
+use crate::command::terms::Pace;
 use crate::verdict::Verdicts;
 use candle_ddp_base::deadline::deadline_after;
 use candle_ddp_base::descriptors;
@@ -83,8 +84,7 @@ fn run(nodes: usize, wait: Duration) -> String {
     // Between the steps, all ranks and this thread wait for each other.
     let step = Steps { threads: nodes + 1, calls: Mutex::new(Some(0)), changed: Condvar::new() };
     let (step, victim) = (&step, nodes - 1);
-    let terms =
-        Terms { run_id: "many".into(), min_nodes: nodes, max_nodes: nodes, max_restarts: 0, version: version() };
+    let terms = terms(nodes, nodes, 0);
     let pace = Pace { join_timeout: TIMEOUT, ..Pace::default() };
     let before = Reading::now();
     let coordinator =
@@ -94,15 +94,7 @@ fn run(nodes: usize, wait: Duration) -> String {
     std::thread::scope(|scope| {
         for node in 0..nodes {
             let address = Address { host: "127.0.0.1".into(), port, secret: secret.clone() };
-            let own = Node {
-                host: format!("host{node}"),
-                node_rank: Some(node),
-                hosts: node == 0,
-                terms: terms.clone(),
-                workers: 1,
-                fitness: None,
-                unfit: None,
-            };
+            let own = super::tests::node(node as u64, Some(node), terms.clone());
             let (tell, news) = channel();
             let tell = move |piece| tell.send(piece).unwrap_or_default();
             let link = Link::join(address, own, &pace, coordinator.take(), tell).unwrap();

@@ -1,7 +1,7 @@
 //! Tests of nodes that take the place of others, and of nodes that are not fit.
 use super::message::{Entry, Message, Node, Round, Slot};
 use super::run::Action;
-use super::tests::{Fixture, start};
+use super::tests::{Fixture, node, start};
 use crate::check::Fitness;
 use crate::command::layout::Layout;
 use crate::command::terms::Terms;
@@ -13,8 +13,7 @@ use std::time::Duration;
 fn come(fixture: &mut Fixture, slot: Slot, product: u64) -> Option<String> {
     let node_rank = fixture.is_static.then_some(usize::try_from(slot).unwrap());
     let (terms, fitness) = (fixture.run.terms.clone(), Some(Fitness::of(product, 10_000)));
-    let node =
-        Node { host: format!("host{slot}"), node_rank, hosts: slot == 0, terms, workers: 1, fitness, unfit: None };
+    let node = Node { fitness, ..node(slot, node_rank, terms) };
     fixture.tell(slot, Message::Join(node));
     match fixture.run.actions.remove(0) {
         Action::Welcome(_, refusal) => refusal,
@@ -185,10 +184,9 @@ fn all_start_again_with_a_spare() {
 /// A node that has failed its own check comes.
 fn come_unfit(fixture: &mut Fixture, slot: Slot) -> Option<String> {
     let node_rank = fixture.is_static.then_some(usize::try_from(slot).unwrap());
-    let (terms, unfit) = (fixture.run.terms.clone(), Some("no disk".to_string()));
-    let host = format!("host{slot}");
-    fixture
-        .tell(slot, Message::Join(Node { host, node_rank, hosts: slot == 0, terms, workers: 1, fitness: None, unfit }));
+    let unfit = Some("no disk".to_string());
+    let node = Node { unfit, ..node(slot, node_rank, fixture.run.terms.clone()) };
+    fixture.tell(slot, Message::Join(node));
     match fixture.run.actions.remove(0) {
         Action::Welcome(_, refusal) => refusal,
         other => panic!("{other:?}"),
@@ -238,16 +236,7 @@ fn nodes_with_different_versions_start_no_run() {
     let own = fixture.run.terms.version.clone();
     fixture.run.terms.version = "0.0.1".to_string();
     let terms = Terms { version: own.clone(), ..fixture.run.terms.clone() };
-    let node = Node {
-        host: "host1".to_string(),
-        node_rank: Some(1),
-        hosts: false,
-        terms,
-        workers: 1,
-        fitness: None,
-        unfit: None,
-    };
-    fixture.tell(1, Message::Join(node));
+    fixture.tell(1, Message::Join(node(1, Some(1), terms)));
     let Action::Welcome(1, Some(refusal)) = fixture.run.actions.remove(0) else { panic!("it was welcome") };
     assert!(
         refusal.starts_with(&format!("the version of ddprun is {own} here, but 0.0.1 on the node that")),

@@ -19,6 +19,11 @@ pub(super) struct Fixture {
     pub(super) survived: Vec<Verdict>,
 }
 
+/// The options of a run.
+pub(super) fn terms(min_nodes: usize, max_nodes: usize, max_restarts: u32) -> Terms {
+    Terms { run_id: "a".into(), min_nodes, max_nodes, max_restarts, version: version() }
+}
+
 /// The node that a process describes when it joins.
 pub(super) fn node(slot: Slot, node_rank: Option<usize>, terms: Terms) -> Node {
     Node { host: format!("host{slot}"), node_rank, hosts: slot == 0, terms, workers: 1, fitness: None, unfit: None }
@@ -26,7 +31,7 @@ pub(super) fn node(slot: Slot, node_rank: Option<usize>, terms: Terms) -> Node {
 
 impl Fixture {
     pub(super) fn new(min_nodes: usize, max_nodes: usize, max_restarts: u32, is_static: bool) -> Self {
-        let terms = Terms { run_id: "a".into(), min_nodes, max_nodes, max_restarts, version: version() };
+        let terms = terms(min_nodes, max_nodes, max_restarts);
         let store = Arc::new(HashStore::new(Duration::from_secs(1)));
         let run = Run::new(terms, Pace::default(), is_static, store);
         Self { run, is_static, now: Instant::now(), survived: Vec::new() }

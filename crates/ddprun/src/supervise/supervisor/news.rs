@@ -4,6 +4,7 @@ use crate::console::message;
 use crate::supervise::agent::Agent;
 use crate::supervise::nodes::{Entry, Exited, Message, News, Replacement};
 use crate::supervise::worker::Exit;
+use crate::verdict::How;
 use rustix::process::Signal;
 use std::time::{Duration, Instant};
 
@@ -21,7 +22,7 @@ impl Supervisor {
         }
         match news {
             News::Joined { slot, is_spare } => {
-                agent.joined(slot);
+                agent.slot = Some(slot);
                 if is_spare {
                     self.wait_as_spare();
                 }
@@ -34,12 +35,12 @@ impl Supervisor {
                 }
                 Ok(false) => self.wait_as_spare(),
                 Err(reason) => {
-                    agent.set_lost(reason);
+                    agent.ends(How::Lost, 1, reason);
                     self.fail_elsewhere();
                 }
             },
             // A spare has nothing to end.
-            News::Entry(Entry::Restart { reason }) if !agent.is_member() => message(reason),
+            News::Entry(Entry::Restart { reason }) if !agent.is_member => message(reason),
             News::Entry(Entry::Restart { reason }) => {
                 message(reason);
                 self.outcome = Outcome::Elsewhere;
@@ -79,13 +80,13 @@ impl Supervisor {
             }
             News::Entry(Entry::Refuse { slot, reason }) => match agent.is_own(slot) {
                 true => {
-                    agent.set_lost(reason);
+                    agent.ends(How::Lost, 1, reason);
                     self.fail_elsewhere();
                 }
                 false => message(reason),
             },
             News::Entry(Entry::Done) => {
-                if !agent.is_member() {
+                if !agent.is_member {
                     message(format_args!("the run has ended well: {UNNEEDED}"));
                 }
                 (self.is_decided, self.phase) = (true, Phase::Settling(Instant::now()));
@@ -94,7 +95,7 @@ impl Supervisor {
                 self.signalled_elsewhere(signal, &reason, agent);
             }
             News::Entry(Entry::Failed { reason, code, signal: None }) => {
-                agent.set_failure(reason, code);
+                agent.ends(How::Unknown, code, reason);
                 self.fail_elsewhere();
             }
             News::Entry(Entry::Unattended { reason }) => {
@@ -107,7 +108,7 @@ impl Supervisor {
                 }
             }
             News::Refused(reason) | News::Lost(reason) => {
-                agent.set_lost(reason);
+                agent.ends(How::Lost, 1, reason);
                 self.fail_elsewhere();
             }
         }
@@ -145,7 +146,7 @@ impl Supervisor {
     fn check_started(&mut self, started: crate::error::Result<()>, agent: &mut Agent) {
         if let Err(error) = started {
             agent.tell(Message::Leave { reason: format!("its workers cannot be started: {error}"), signal: None });
-            agent.set_not_started(format!("the workers cannot be started: {error}"), error.exit_code());
+            agent.ends(How::NotStarted, error.exit_code(), format!("the workers cannot be started: {error}"));
             self.fail_elsewhere();
         }
     }
