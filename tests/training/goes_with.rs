@@ -27,66 +27,25 @@ const VIRTUAL: usize = 8;
 const WIDTH: usize = 6;
 const STEPS: usize = 4;
 
-/// A feature, by the words of the page.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Feature {
-    ShardedOptimizer,
-    HybridOptimizer,
-    ShardedBlocks,
-    HybridBlocks,
-    VirtualRanks,
-    CommHook,
-    Join,
-    NoSync,
-    Into,
-    Count,
-    BackwardAndStep,
-    GradScaler,
-    OnNonFinite,
-    ReplicaCheck,
-    Clipping,
-    Adapters,
-    Averager,
-    Norms,
-    Muon,
-    SyncBatchNorm,
-    WithGrad,
-    Checkpoint,
-    Frozen,
-    Evaluation,
-    ChannelsLast,
-    TwoModels,
-}
-use Feature::*;
+/// The features, and the list of all.
+macro_rules! features {
+    ($($feature:ident)*) => {
+        /// A feature, by the words of the page.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+        enum Feature {
+            $($feature),*
+        }
+        use Feature::*;
 
-const ALL: [Feature; 26] = [
-    ShardedOptimizer,
-    HybridOptimizer,
-    ShardedBlocks,
-    HybridBlocks,
-    VirtualRanks,
-    CommHook,
-    Join,
-    NoSync,
-    Into,
-    Count,
-    BackwardAndStep,
-    GradScaler,
-    OnNonFinite,
-    ReplicaCheck,
-    Clipping,
-    Adapters,
-    Averager,
-    Norms,
-    Muon,
-    SyncBatchNorm,
-    WithGrad,
-    Checkpoint,
-    Frozen,
-    Evaluation,
-    ChannelsLast,
-    TwoModels,
-];
+        const ALL: &[Feature] = &[$($feature),*];
+    };
+}
+
+features! {
+    ShardedOptimizer HybridOptimizer ShardedBlocks HybridBlocks VirtualRanks CommHook Join NoSync Into Count
+    BackwardAndStep GradScaler OnNonFinite ReplicaCheck Clipping Adapters Averager Norms Muon SyncBatchNorm WithGrad
+    Checkpoint Frozen Evaluation ChannelsLast TwoModels
+}
 
 impl Feature {
     /// The page's word for those that cannot be combined with all others.
@@ -532,8 +491,8 @@ fn every_pair_of_features_trains_like_one_process_or_is_the_error_of_the_page() 
     let only = std::env::var("CANDLE_DDP_TEST_PAIR").ok();
     let mut expected = BTreeMap::<String, Values>::new();
     let (mut failures, mut yes, mut no) = (Vec::new(), 0, 0);
-    for (index, first) in ALL.into_iter().enumerate() {
-        for second in ALL.into_iter().skip(index).filter(|second| first == *second || !first.excludes(*second)) {
+    for (index, first) in ALL.iter().copied().enumerate() {
+        for second in ALL[index..].iter().copied().filter(|second| first == *second || !first.excludes(*second)) {
             let with: &[Feature] = if first == second { &[first] } else { &[first, second] };
             let name = format!("{with:?}");
             if only.as_ref().is_some_and(|only| !name.contains(only)) {

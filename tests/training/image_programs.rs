@@ -1,9 +1,9 @@
 //! The parts of the example programs for images: Xception, DeepLabv3+, and the confusion matrix.
 use crate::common::{assert_close, floats};
-use crate::vision_models::{Hashed, hashed};
 use backbone::BackboneKind;
 use candle_core::{DType, Device, ModuleT, Tensor};
 use candle_ddp::vision::models::{NormLayer, ResNetOptions};
+use candle_ddp_testing::hashed::{Hashed, hashed};
 use confusion::ConfusionMatrix;
 use model::{DeepLab, DeepLabOptions};
 use std::sync::atomic::Ordering;

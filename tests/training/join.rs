@@ -217,12 +217,29 @@ fn optimizers_with_states_are_brought_up_to_date() {
     assert!(later.iter().all(|weights| *weights == later[0]));
 }
 
+/// Makes so many steps in a join of AdamW, or of its sharded twin.
+fn join_steps(
+    ddp: &Ddp,
+    count: usize,
+    zero: bool,
+    mut step: impl FnMut(&mut dyn Optimizer, usize) -> Result<()>,
+) -> Result<()> {
+    let params = ParamsAdamW { lr: 0.05, ..Default::default() };
+    if zero {
+        let mut optimizer = ZeroRedundancyOptimizer::new(ddp, params)?;
+        optimizer
+            .join(ddp, JoinOptions::default(), |optimizer| (0..count).try_for_each(|number| step(optimizer, number)))?;
+    } else {
+        let mut optimizer = AdamW::new(ddp, params)?;
+        ddp.join(JoinOptions::default(), || (0..count).try_for_each(|number| step(&mut optimizer, number)))?;
+    }
+    Ok(())
+}
+
 #[test]
 fn zero_steps_on_ranks_without_inputs() {
     for (batches, with_state) in [(&[1, 3][..], None), (&[2, 0, 4], None), (&[2, 0, 4, 1], Some(2))] {
-        let params = ParamsAdamW { lr: 0.05, ..Default::default() };
         let train = |sharding: Sharding| {
-            let params = params.clone();
             ranks(batches.len(), move |pg| {
                 let (varmap, ddp) = wrap_with(&pg, sharding)?;
                 let mine = batches[pg.rank()];
@@ -233,15 +250,7 @@ fn zero_steps_on_ranks_without_inputs() {
                     optimizer.clip_grad_norm(&mut grads, 0.1)?;
                     optimizer.step(&grads)
                 };
-                if sharding != Sharding::Off {
-                    let mut optimizer = ZeroRedundancyOptimizer::new(&ddp, params.clone())?;
-                    optimizer.join(&ddp, JoinOptions::default(), |optimizer| {
-                        (0..mine).try_for_each(|step| step_of(optimizer, step))
-                    })?;
-                } else {
-                    let mut optimizer = AdamW::new(&ddp, params.clone())?;
-                    ddp.join(JoinOptions::default(), || (0..mine).try_for_each(|step| step_of(&mut optimizer, step)))?;
-                }
+                join_steps(&ddp, mine, sharding != Sharding::Off, step_of)?;
                 Ok(weights(&varmap))
             })
         };
@@ -256,9 +265,8 @@ fn zero_adds_up_and_scales_on_ranks_without_inputs() {
     let train = |zero: bool| {
         ranks(2, move |pg| {
             let (varmap, ddp) = wrap_with(&pg, sharding(zero))?;
-            let params = ParamsAdamW { lr: 0.05, ..Default::default() };
             let mut scaler = GradScaler::new(&pg, &ddp, GradScalerOptions::default())?;
-            let mut step_of = |optimizer: &mut dyn Optimizer, step: usize| {
+            let step_of = |optimizer: &mut dyn Optimizer, step: usize| {
                 let mut grads = ddp.backward(&scaler.scale(&loss(&ddp, pg.rank(), step)?)?)?;
                 grads = backward_with(
                     &scaler.scale(&loss(&ddp, pg.rank(), 20 + step)?)?,
@@ -269,15 +277,7 @@ fn zero_adds_up_and_scales_on_ranks_without_inputs() {
                 scaler.update()
             };
             let mine = batches[pg.rank()];
-            if zero {
-                let mut optimizer = ZeroRedundancyOptimizer::new(&ddp, params.clone())?;
-                optimizer.join(&ddp, JoinOptions::default(), |optimizer| {
-                    (0..mine).try_for_each(|step| step_of(optimizer, step))
-                })?;
-            } else {
-                let mut optimizer = AdamW::new(&ddp, params.clone())?;
-                ddp.join(JoinOptions::default(), || (0..mine).try_for_each(|step| step_of(&mut optimizer, step)))?;
-            }
+            join_steps(&ddp, mine, zero, step_of)?;
             Ok(weights(&varmap))
         })
     };

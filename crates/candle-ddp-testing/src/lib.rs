@@ -6,6 +6,8 @@
 mod between;
 mod errors;
 mod gpu_counts;
+#[cfg(feature = "candle")]
+pub mod hashed;
 pub mod http_server;
 #[cfg(feature = "candle")]
 pub mod layers;

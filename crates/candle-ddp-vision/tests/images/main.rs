@@ -1,4 +1,5 @@
-//! Images, transforms and datasets against Pillow and torchvision, and what is refused.
+//! Images, transforms, datasets and models against Pillow and torchvision, and what is refused.
 #![allow(clippy::unwrap_used)] // a failed test may panic
 mod errors;
+mod models;
 mod values;
