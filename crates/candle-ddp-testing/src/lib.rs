@@ -4,6 +4,8 @@
 
 #[cfg(feature = "candle")]
 mod between;
+#[cfg(feature = "candle")]
+pub mod checkpointed;
 mod errors;
 mod gpu_counts;
 #[cfg(feature = "candle")]

@@ -3,6 +3,7 @@
 mod autocast;
 mod bf16;
 mod candle_gradients;
+mod checkpoint;
 mod conv;
 mod documents;
 mod dropout;
