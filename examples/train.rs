@@ -83,7 +83,9 @@ fn train(pg: &ProcessGroup, folder: &str) -> Result<()> {
     let mut optimizer = AdamW::new(&ddp, ParamsAdamW { lr: 0.005, ..Default::default() })?;
     let total_steps = EPOCHS * loader.num_batches() as u64;
     let schedule = ParamsWarmupCosine { warmup_steps: 20, total_steps, start_factor: 0.1, eta_min: 0.0005 };
-    let schedule = WarmupCosine::new(&mut optimizer, schedule)?;
+    // Resumed on another number of ranks, the run continues from the same fraction of its steps.
+    let stretch = candle_ddp::optim::OnOtherLength::Stretch;
+    let schedule = WarmupCosine::new(&mut optimizer, schedule)?.on_other_length(stretch);
     let mut training = Training { varmap, optimizer, schedule, loader, best: 0. };
 
     let mut checkpointer = Checkpointer::new(pg, folder, CheckpointerOptions { resume: true, ..Default::default() })?;

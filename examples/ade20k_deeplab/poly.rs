@@ -24,4 +24,8 @@ impl Schedule for ParamsPoly {
         let left = self.total_steps.saturating_sub(step) as f64 / self.total_steps as f64;
         base * left.powf(self.power)
     }
+
+    fn length(&self) -> Option<u64> {
+        Some(self.total_steps)
+    }
 }

@@ -28,4 +28,8 @@ impl Schedule for ParamsWarmupLinear {
         let falling = self.total_steps.saturating_sub(step) as f64 / (self.total_steps - warmup_steps) as f64;
         base * rising.min(falling)
     }
+
+    fn length(&self) -> Option<u64> {
+        Some(self.total_steps)
+    }
 }

@@ -215,7 +215,7 @@ impl<S: Parts> State<S> {
         if dict.is_empty() {
             return Ok(false);
         }
-        part.load_state_dict(&dict)?;
+        part.take_over(&dict, true)?;
         Ok(true)
     }
 
@@ -330,13 +330,18 @@ impl<S: Parts> State<S> {
 
     /// Returns to the last commit, except for the parts that each rank has for itself.
     pub(super) fn roll_back(&mut self) -> Result<()> {
+        self.load_parts(|part, dict| part.take_over(dict, false))
+    }
+
+    /// Gives the parts that are the same on all ranks their states as of the last commit, by `load`.
+    fn load_parts(&mut self, load: impl Fn(&mut dyn StateDict, &Dict) -> Result<()>) -> Result<()> {
         let names: Vec<String> = self.inner.parts().iter().map(|(name, _)| name.to_string()).collect();
         for name in names {
             let dict = self.committed_part(&name)?;
             if let Some((_, part)) = self.inner.parts().into_iter().find(|(other, _)| *other == name)
                 && !part.share()?.spread.is_per_rank()
             {
-                part.load_state_dict(&dict)?;
+                load(part, &dict)?;
             }
         }
         Ok(())
@@ -422,7 +427,15 @@ impl<S: Parts> StateDict for State<S> {
         let committed = rest.map(|(key, tensor)| Ok((key.clone(), tensor.copy()?))).collect::<Result<_>>()?;
         self.commit_first()?;
         let old = (self.commits, self.committed.clone());
-        self.adopt(commits, committed).or_else(|error| {
+        (self.commits, self.committed) = (commits, committed);
+        let loaded = self.load_parts(|part, dict| part.load_state_dict(dict)).and_then(|()| {
+            // A schedule may continue with another length than it was saved with.
+            let additional = self.take_additional();
+            self.take(commits, Vec::new())?;
+            self.committed.extend(additional);
+            Ok(())
+        });
+        loaded.or_else(|error| {
             // Some parts may have changed already.
             self.adopt(old.0, old.1)?;
             Err(error)

@@ -130,8 +130,7 @@ impl ReduceLrOnPlateau {
         Ok(reduced)
     }
 
-    /// Like [`step`](Self::step), for types that do not implement [`Optimizer`]: reduces the given learning rates.
-    pub fn update(&mut self, learning_rates: &mut [f64], metric: f64) -> bool {
+    fn update(&mut self, learning_rates: &mut [f64], metric: f64) -> bool {
         unsaved::stepped();
         if self.is_better(metric) {
             self.best = metric;

@@ -1,12 +1,13 @@
 //! Learning rates as functions of the number of steps.
+mod state;
+
 use super::optimizer::Optimizer;
+use super::other_length::{LENGTH, OnOtherLength};
 use super::rule::{fraction, not_negative};
-use super::setting::{self, choice, settings};
+use super::setting::{choice, settings};
 use super::unsaved;
-use crate::state::{self, Loader, StateDict};
+use crate::state::StateDict;
 use crate::{Error, Result};
-use candle_core::Tensor;
-use std::collections::HashMap;
 use std::f64::consts::PI;
 
 /// A learning rate as a function of the number of steps: the options of a schedule. A program that chooses one at run time
@@ -24,10 +25,22 @@ pub trait Schedule {
     /// The learning rate in step `step`, counted from 0, of a group whose own learning rate is `base`.
     fn learning_rate(&self, base: f64, step: u64) -> f64;
 
+    /// The number of steps over which the schedule is spread, or after which it repeats itself. A state has it: a resumed run in which it
+    /// is another one must say how it continues ([`OnOtherLength`]). None, the default, for a schedule that depends on no such number.
+    fn length(&self) -> Option<u64> {
+        None
+    }
+
     /// The options that a state has, with their names.
     #[doc(hidden)]
     fn settings(&self) -> Vec<(&'static str, Vec<f64>)> {
-        Vec::new()
+        self.length().map(|length| (LENGTH, vec![length as f64])).into_iter().collect()
+    }
+
+    /// The names of those that are counted in steps, beginning with the length.
+    #[doc(hidden)]
+    fn lengths(&self) -> &'static [&'static str] {
+        &[LENGTH]
     }
 
     /// Sets one of them. Returns whether it could.
@@ -50,8 +63,16 @@ impl<S: Schedule + ?Sized> Schedule for Box<S> {
         (**self).learning_rate(base, step)
     }
 
+    fn length(&self) -> Option<u64> {
+        (**self).length()
+    }
+
     fn settings(&self) -> Vec<(&'static str, Vec<f64>)> {
         (**self).settings()
+    }
+
+    fn lengths(&self) -> &'static [&'static str] {
+        (**self).lengths()
     }
 
     fn set(&mut self, name: &str, numbers: &[f64]) -> bool {
@@ -115,6 +136,7 @@ pub struct LrScheduler<S> {
     schedule: S,
     base: Vec<f64>,
     step: u64,
+    on_other_length: OnOtherLength,
 }
 
 impl<S: Schedule> LrScheduler<S> {
@@ -124,9 +146,15 @@ impl<S: Schedule> LrScheduler<S> {
     /// Returns [`Error::InvalidArgument`] for invalid options.
     pub fn new(optimizer: &mut (impl Optimizer + ?Sized), schedule: S) -> Result<Self> {
         schedule.check()?;
-        let scheduler = Self { schedule, base: optimizer.learning_rates(), step: 0 };
+        let on_other_length = OnOtherLength::default();
+        let scheduler = Self { schedule, base: optimizer.learning_rates(), step: 0, on_other_length };
         optimizer.set_learning_rates(&scheduler.learning_rates())?;
         Ok(scheduler)
+    }
+
+    /// Says how the run continues when it loads a state that was saved with another length. By default, this is an error.
+    pub fn on_other_length(self, on_other_length: OnOtherLength) -> Self {
+        Self { on_other_length, ..self }
     }
 
     /// The learning rates of the current step, one for each group.
@@ -151,46 +179,6 @@ impl<S: Schedule> LrScheduler<S> {
         optimizer.set_learning_rates(&self.learning_rates())
     }
 }
-
-/// Contains `step`, `base`, the learning rates that the schedule started with, and the options (`option.total_steps`). As in PyTorch, a
-/// schedule that loads a state takes its options, and so continues where it was, also where the program computes others from another number
-/// of ranks; rank 0 then warns of both. To continue with other options, make the schedule anew, and call
-/// [`advance`](LrScheduler::advance) as often as it has made steps.
-///
-/// The options of a [`Schedule`] of your own are not saved, but the current `rates` are, and rank 0 warns if they change.
-impl<S: Schedule> StateDict for LrScheduler<S> {
-    fn state_dict(&self) -> Result<HashMap<String, Tensor>> {
-        unsaved::saved();
-        let mut dict = state::begin(self.schedule.name())?;
-        dict.insert("step".to_string(), state::count(self.step)?);
-        dict.insert("base".to_string(), state::list(&self.base)?);
-        let settings = self.schedule.settings();
-        if settings.is_empty() {
-            dict.insert(RATES.to_string(), state::list(&self.learning_rates())?);
-        }
-        setting::save(&mut dict, settings)?;
-        Ok(dict)
-    }
-
-    fn load_state_dict(&mut self, dict: &HashMap<String, Tensor>) -> Result<()> {
-        let mut loader = Loader::new(dict, self.schedule.name())?;
-        let (step, base) = (loader.count("step")?, loader.learning_rates("base", self.base.len())?);
-        let own = self.schedule.settings();
-        let changed = setting::load(dict, &mut loader, &own)?;
-        let rates = dict.contains_key(RATES).then(|| loader.list::<f64>(RATES, base.len())).transpose()?;
-        loader.finish()?;
-        setting::apply(&mut self.schedule, &own, &changed, S::set, S::check)?;
-        (self.step, self.base) = (step, base);
-        setting::warn_of_changed(self.schedule.name(), &own, &changed);
-        if let Some(rates) = rates {
-            setting::warn_of_rates(self.schedule.name(), step, &rates, &self.learning_rates());
-        }
-        Ok(())
-    }
-}
-
-/// The key of the current learning rates, of a schedule whose options a state does not have.
-const RATES: &str = "rates";
 
 /// PyTorch's `StepLR`.
 pub type StepLr = LrScheduler<ParamsStepLr>;
@@ -220,7 +208,7 @@ impl Default for ParamsStepLr {
 }
 
 impl Schedule for ParamsStepLr {
-    settings!(step_size, gamma);
+    settings!(step_size; gamma);
 
     fn name(&self) -> &'static str {
         "StepLr"
@@ -252,7 +240,7 @@ impl Default for ParamsMultiStepLr {
 }
 
 impl Schedule for ParamsMultiStepLr {
-    settings!(milestones, gamma);
+    settings!(milestones; gamma);
 
     fn name(&self) -> &'static str {
         "MultiStepLr"
@@ -285,7 +273,7 @@ impl Default for ParamsCosineAnnealingLr {
 }
 
 impl Schedule for ParamsCosineAnnealingLr {
-    settings!(t_max, eta_min);
+    settings!(t_max; eta_min);
 
     fn name(&self) -> &'static str {
         "CosineAnnealingLr"
@@ -322,7 +310,7 @@ impl Default for ParamsWarmupCosine {
 }
 
 impl Schedule for ParamsWarmupCosine {
-    settings!(warmup_steps, total_steps, start_factor, eta_min);
+    settings!(total_steps, warmup_steps; start_factor, eta_min);
 
     fn name(&self) -> &'static str {
         "WarmupCosine"
@@ -396,7 +384,7 @@ impl Default for ParamsOneCycleLr {
 }
 
 impl Schedule for ParamsOneCycleLr {
-    settings!(total_steps, pct_start, anneal_strategy, div_factor, final_div_factor, three_phase);
+    settings!(total_steps; pct_start, anneal_strategy, div_factor, final_div_factor, three_phase);
 
     fn name(&self) -> &'static str {
         "OneCycleLr"

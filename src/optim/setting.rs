@@ -69,8 +69,21 @@ pub(super) use choice;
 
 choice!(bool: false, true);
 
-/// The methods that give all options of a struct, and set one.
+/// The methods that give all options of a struct, and set one. Those before a semicolon are counted in steps; the first is the length of a
+/// schedule, or ends with it.
 macro_rules! settings {
+    ($length:ident $(, $other:ident)*; $($field:ident),*) => {
+        $crate::optim::setting::settings!($length $(, $other)* $(, $field)*);
+
+        fn length(&self) -> Option<u64> {
+            use $crate::optim::setting::Setting;
+            Some($crate::optim::setting::end(&self.$length.numbers()))
+        }
+
+        fn lengths(&self) -> &'static [&'static str] {
+            &[stringify!($length) $(, stringify!($other))*]
+        }
+    };
     ($($field:ident),+) => {
         fn settings(&self) -> Vec<(&'static str, Vec<f64>)> {
             use crate::optim::setting::Setting;
@@ -87,6 +100,11 @@ macro_rules! settings {
     };
 }
 pub(super) use settings;
+
+/// The last of the steps of an option.
+pub(super) fn end(steps: &[f64]) -> u64 {
+    steps.iter().copied().fold(0., f64::max) as u64
+}
 
 fn key(name: &str) -> String {
     format!("option.{name}")
@@ -150,9 +168,8 @@ pub(super) fn warn_of_changed(schedule: &str, own: &Settings, changed: &Settings
     }
     let changes = changed.iter().map(change).collect::<Vec<_>>().join(", ");
     warn_once(format!(
-        "the schedule {schedule} continues with the options that it was saved with: {changes}. On another number of ranks, an epoch has \
-         another number of steps: step the schedule once per epoch, or give it a length that does not depend on the ranks. To go on with the \
-         program's options, do not load the schedule: make it anew, and call `advance` as often as it has made steps"
+        "the schedule {schedule} continues with the options that it was saved with: {changes}. To go on with the program's options, do not \
+         load the schedule: make it anew, and call `advance` as often as it has made steps. For a length, `on_other_length` says which one counts"
     ));
 }
 
@@ -163,8 +180,8 @@ pub(super) fn warn_of_rates(schedule: &str, step: u64, saved: &[f64], own: &[f64
     }
     warn_once(format!(
         "the schedule {schedule} had the learning rates {saved:?} in step {step} when it was saved, and now has {own:?}: the program made it \
-         with other options. On another number of ranks, an epoch has another number of steps: step the schedule once per epoch, or give it a \
-         length that does not depend on the ranks"
+         with other options. With another number of ranks, an epoch has another number of steps: step the schedule once per epoch, or \
+         implement `Schedule::length`"
     ));
 }
 

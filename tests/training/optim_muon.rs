@@ -130,7 +130,6 @@ fn other_parameters_have_adamw_in_files_and_steps() {
         for name in ["head", "bias"] {
             assert_eq!(floats(&var(&varmap, name)), floats(&var(&of_reference, name)), "{name}");
         }
-        assert_eq!(optimizer.parameter_names().collect::<Vec<_>>(), ["hidden", "head", "bias"]);
         let debug = format!("{optimizer:?}");
         let at = |text: &str| debug.find(text).unwrap_or_else(|| panic!("{text} is not in {debug}"));
         assert!(at("ParamsMuon") < at("hidden") && at("hidden") < at("ParamsAdamW") && at("ParamsAdamW") < at("head"));

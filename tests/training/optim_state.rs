@@ -201,7 +201,7 @@ fn parameters_that_cannot_be_trained_are_refused_by_name() {
 
     let integers = Var::zeros(2, DType::I64, &Device::Cpu).unwrap();
     let mut optimizer = AdamW::new(vec![named("n", &integers), named("w", &float)], options()).unwrap();
-    assert_eq!(optimizer.parameter_names().collect::<Vec<_>>(), ["w"]);
+    assert!(format!("{optimizer:?}").contains("[\"w\"]"));
     let mut grads = gradients(&[], 0);
     grads.insert(&float, tensor(&[3, 2], 1));
     assert_error(optimizer.step(&grads), &["parameter w", "f32[3, 2]"]);

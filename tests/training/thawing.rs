@@ -228,9 +228,9 @@ fn a_group_with_a_known_parameter_is_refused_and_schedules_take_up_new_groups() 
         matches!(optimizer.add_param_group(group(0..2, 0.1)), Err(Error::Parameter { parameter, .. }) if parameter == "a")
     );
     assert!(optimizer.add_param_group(group(1..2, f64::NAN)).is_err());
-    assert_eq!(optimizer.parameter_names().collect::<Vec<_>>(), ["a"], "a refused group changes nothing");
+    assert!(format!("{optimizer:?}").contains("[\"a\"])]"), "a refused group changes nothing: {optimizer:?}");
     optimizer.add_param_group(group(1..3, 0.1)).unwrap();
-    assert_eq!(optimizer.parameter_names().collect::<Vec<_>>(), ["a", "b", "c"]);
+    assert!(format!("{optimizer:?}").contains("[\"b\", \"c\"])]"), "{optimizer:?}");
     assert_eq!(optimizer.learning_rates(), [0.2, 0.1]);
     schedule.step(&mut optimizer).unwrap();
     assert_eq!(optimizer.learning_rates(), [0.1, 0.025], "the new group falls from its own rate on");

@@ -45,12 +45,15 @@ fn resumed<S: Schedule>(saved: S, now: S) -> Vec<String> {
 #[test]
 fn other_options_are_told_of_once() {
     let _turn = logger::collect();
-    let cosine = |total_steps| ParamsWarmupCosine { warmup_steps: 2, total_steps, ..Default::default() };
-    let told = resumed(cosine(400), cosine(800));
+    let cosine = |start_factor| ParamsWarmupCosine { total_steps: 400, start_factor, ..Default::default() };
+    let told = resumed(cosine(0.25), cosine(0.5));
     assert_eq!(told.len(), 1, "{told:?}");
-    assert!(told[0].contains("WarmupCosine") && told[0].contains("total_steps 400 (the program says 800)"), "{told:?}");
-    assert!(!told[0].contains("warmup_steps"), "{told:?}");
-    assert_eq!(resumed(cosine(500), cosine(500)), [""; 0]);
+    assert!(
+        told[0].contains("WarmupCosine") && told[0].contains("start_factor 0.25 (the program says 0.5)"),
+        "{told:?}"
+    );
+    assert!(!told[0].contains("total_steps"), "{told:?}");
+    assert_eq!(resumed(cosine(0.75), cosine(0.75)), [""; 0]);
     let told = resumed(Falling { steps: 10 }, Falling { steps: 20 });
     assert_eq!(told.len(), 1, "{told:?}");
     assert!(told[0].contains("[0.05] in step 5") && told[0].contains("[0.075"), "{told:?}");

@@ -222,11 +222,6 @@ impl<R: UpdateRule> FusedOptimizer<R> {
         Ok(())
     }
 
-    /// The names of the trained parameters, group by group; under sharding, in the model's order.
-    pub fn parameter_names(&self) -> impl Iterator<Item = &str> {
-        self.slots.iter().map(|slot| slot.name.as_str())
-    }
-
     /// The size in bytes of the optimizer state on this rank.
     pub fn state_bytes(&self) -> usize {
         let bytes = |state: &Tensor| state.elem_count() * state.dtype().size_in_bytes();

@@ -64,7 +64,8 @@ impl Error {
         names!(
             Candle Io InvalidArgument RankOutOfRange Unavailable Connect InvalidTensor UnsupportedDType Nccl Engine RankFailed MonitoredBarrier InputsExhausted
             Mismatch BackwardOutside OtherModelInGraph StaleGraph UnusedParameters NothingCounted NonFinite Parameter Samples
-            LoaderTimedOut Replica DataFile CheckpointFile CheckpointMismatch PartDiffers ReplicasDiffer CheckpointPart GradScaler Kernel
+            LoaderTimedOut Replica DataFile CheckpointFile CheckpointMismatch PartDiffers ReplicasDiffer CheckpointPart OtherLength GradScaler
+            Kernel
         )
     }
 }

@@ -20,7 +20,7 @@ use candle_ddp_rendezvous::error::others;
 use std::fmt;
 use std::path::PathBuf;
 use std::time::Duration;
-use text::{by_prefix, list, non_finite, on_ranks, ranks_named, samples, without_samples};
+use text::{by_prefix, list, non_finite, on_ranks, ranks_named, samples, steps, without_samples};
 
 /// The result of `candle-ddp`'s functions.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -424,6 +424,26 @@ pub enum Error {
         part: String,
         /// The reason why it cannot be loaded.
         error: Box<Error>,
+    },
+
+    /// A schedule that a run of another length has saved: see `optim::OnOtherLength`.
+    #[error(
+        "the schedule {schedule} was saved with {option} {}, and the program makes it with {}: with another number of ranks, other data or \
+         another batch size, an epoch has another number of steps. Say how the run continues with `on_other_length`: OnOtherLength::Keep \
+         goes on as it was planned when it was saved, OnOtherLength::Stretch goes on with the program's length from the same fraction of \
+         it, and OnOtherLength::New with the program's length from the saved step",
+        steps(saved),
+        steps(made)
+    )]
+    OtherLength {
+        /// The schedule's name.
+        schedule: &'static str,
+        /// The first option that differs, such as `total_steps`.
+        option: &'static str,
+        /// Its value in the state, in calls of `LrScheduler::step`; several for `milestones`.
+        saved: Vec<u64>,
+        /// The program's value.
+        made: Vec<u64>,
     },
 
     // Mixed precision

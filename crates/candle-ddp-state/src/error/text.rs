@@ -10,6 +10,14 @@ pub(super) fn list(lists: &[(&str, &[String])]) -> String {
     text
 }
 
+/// One number, or a list.
+pub(super) fn steps(numbers: &[u64]) -> String {
+    match numbers {
+        [number] => number.to_string(),
+        _ => format!("{numbers:?}"),
+    }
+}
+
 /// `on rank 2`, or `on any rank`.
 pub(super) fn on_ranks(rank: Option<usize>) -> String {
     rank.map_or("on any rank".to_string(), |rank| format!("on rank {rank}"))

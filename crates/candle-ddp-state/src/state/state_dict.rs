@@ -60,6 +60,14 @@ pub trait StateDict {
     /// [`Error::Parameter`] names an entry that is missing, is surplus, or has another shape or dtype.
     fn load_state_dict(&mut self, state: &HashMap<String, Tensor>) -> Result<()>;
 
+    /// Loads a state that a rank of the same run has in its memory, as after the death of another rank. `is_new`: all ranks have just
+    /// made this anew, for a group that may have another size; otherwise some of them have it since the beginning of the run.
+    #[doc(hidden)]
+    fn take_over(&mut self, state: &HashMap<String, Tensor>, is_new: bool) -> Result<()> {
+        let _ = is_new;
+        self.load_state_dict(state)
+    }
+
     /// The part of the state that this rank has. The default is a state that is the same on all ranks, which a `Checkpointer` checks. Ranks must
     /// agree on how the state is spread. The call does not communicate.
     #[doc(hidden)]
@@ -144,6 +152,10 @@ macro_rules! forward {
 
         fn load_state_dict(&mut $self, state: &Dict) -> Result<()> {
             $exclusive.load_state_dict(state)
+        }
+
+        fn take_over(&mut $self, state: &Dict, is_new: bool) -> Result<()> {
+            $exclusive.take_over(state, is_new)
         }
     };
 }
