@@ -45,6 +45,10 @@ impl LoaderGroup for Rank {
         None
     }
 
+    fn timeout(&self) -> Duration {
+        PATIENCE
+    }
+
     fn compare_loaders(&self, description: std::result::Result<String, &Error>) -> Result<Option<(usize, String)>> {
         let mut told = self.meeting.told.lock().unwrap();
         let call = told[self.rank].len();
