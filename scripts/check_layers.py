@@ -59,7 +59,7 @@ LAYERS = {
         ["call_site"],
         ["call"],
         ["call_sites", {"failure", "gone", "standing"}, "reduction", "transport_error"],
-        ["construction", "liveness", "memory"],
+        ["construction", "device_group", "memory"],
         [{"group", "session", "shm", "state", "tcp"}, "operands"],
         ["algorithm", "data_path", "fuzz", "host_monitor", "member", "query", "root_cause"],
         ["news", "work_queue"],

@@ -12,6 +12,8 @@ mod call_site;
 mod call_sites;
 mod construction;
 mod data_path;
+#[doc(hidden)]
+pub mod device_group;
 mod engine;
 mod failure;
 pub mod flight_recorder;
@@ -22,8 +24,6 @@ mod group;
 mod host_monitor;
 mod hosts;
 mod label;
-#[doc(hidden)]
-pub mod liveness;
 mod member;
 mod memory;
 mod news;

@@ -14,7 +14,7 @@ use crate::rendezvous::{self, Store, discard, host_identity};
 use crate::warnings::warn_aloud;
 use crate::{Error, Result};
 use candle_core::Device;
-use candle_ddp_engine::liveness::{self, Group, HealthStore, HeartbeatMonitor, SuspectedFailure};
+use candle_ddp_engine::device_group::{self, DeviceGroup, HealthStore, HeartbeatMonitor, SuspectedFailure};
 use candle_ddp_env::PROCESS;
 use std::sync::{Arc, Once};
 use std::thread::JoinHandle;
@@ -85,7 +85,7 @@ fn absence(id: &UniqueId) -> String {
 
 /// A rank whose communicator is not connected yet.
 pub(super) struct Base {
-    pub(super) group: Arc<Group>,
+    pub(super) group: Arc<DeviceGroup>,
     pub(super) streams: Streams,
     pub(super) store: Arc<dyn Store>,
     pub(super) device: Device,
@@ -139,15 +139,15 @@ impl Base {
             if let Err(error) = streams.bind() {
                 group.suspect(SuspectedFailure::Broken(super::cuda_error(error)));
             }
-            liveness::poll(&group, &*comm_streams);
+            device_group::poll(&group, &*comm_streams);
         })
     }
 
     pub(super) fn start_watchdog(&self, comm_streams: &Arc<CommStreams>) -> Result<JoinHandle<()>> {
         let (group, comm_streams) = (self.group.clone(), comm_streams.clone());
         spawn(&self.group, "watchdog", move || {
-            let unasked = |suspected: &SuspectedFailure| liveness::without_asking(&group, suspected);
-            liveness::watch(&group, &*comm_streams, &unasked);
+            let unasked = |suspected: &SuspectedFailure| device_group::without_asking(&group, suspected);
+            device_group::watch(&group, &*comm_streams, &unasked);
         })
     }
 
@@ -183,7 +183,7 @@ mod tests {
         let mut bytes = [0; 128];
         bytes[8..10].copy_from_slice(&2u16.to_ne_bytes());
         bytes[10..16].copy_from_slice(&[0x1f, 0x90, 172, 17, 0, 1]);
-        let group = Group::new(1, 2, Duration::ZERO, None);
+        let group = DeviceGroup::new(1, 2, Duration::ZERO, None);
         let reason = absence(&UniqueId::from_bytes(&bytes).unwrap());
         let error = cancellation_check(&group, "a test".to_string(), reason, PATIENCE)().unwrap_err().to_string();
         assert!(error.contains("at 172.17.0.1:8080") && error.contains("NCCL_SOCKET_IFNAME"), "{error}");

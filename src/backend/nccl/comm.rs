@@ -4,7 +4,7 @@ use super::ffi::{self, Code};
 use super::status::{CallResult, NcclFailure, Status, Version, int, status, version};
 use crate::error::Failure;
 use crate::{Error, Result};
-use candle_ddp_engine::liveness::{Group, SuspectedFailure};
+use candle_ddp_engine::device_group::{DeviceGroup, SuspectedFailure};
 use cudarc::nccl::sys;
 use std::ffi::{CString, c_char, c_int};
 use std::net::{IpAddr, SocketAddr};
@@ -82,7 +82,7 @@ impl From<NcclFailure> for WaitError {
 
 impl WaitError {
     /// Ends the group on all ranks. Returns the group's failure.
-    pub(super) fn end_group(self, group: &Group) -> Failure {
+    pub(super) fn end_group(self, group: &DeviceGroup) -> Failure {
         match self {
             Self::Nccl(failure) => {
                 // The peer that caused the error knows the root cause.

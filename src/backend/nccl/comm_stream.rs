@@ -8,7 +8,7 @@ use super::work::NcclWork;
 use super::{cuda_error, cuda_failure};
 use crate::error::Failure;
 use crate::panic::{lock, wait};
-use candle_ddp_engine::liveness::{Fence, Group};
+use candle_ddp_engine::device_group::{DeviceGroup, Fence};
 use std::sync::{Arc, Condvar, Mutex, TryLockError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -23,7 +23,7 @@ pub(super) struct Job {
 impl Job {
     /// Tells those that wait for the work that it is launched. Returns the work if nobody waits: the calling thread must not be the
     /// last to hold its tensors before the GPU has passed it.
-    pub(super) fn set_launched(self, group: &Group) -> Option<NcclWork> {
+    pub(super) fn set_launched(self, group: &DeviceGroup) -> Option<NcclWork> {
         let done = Arc::clone(&self.work.done);
         let abandoned = Arc::into_inner(self.work);
         done.set_started();
@@ -54,7 +54,7 @@ impl CommStream {
     }
 
     /// Puts a call on the stream after its `ready`, followed by its work's fence. Waits until NCCL has launched it.
-    pub(super) fn launch(&self, group: &Group, job: &Job) -> Result<(), WaitError> {
+    pub(super) fn launch(&self, group: &DeviceGroup, job: &Job) -> Result<(), WaitError> {
         let mut open = lock(&self.open);
         let Some(Open { comm, stranded }) = open.as_mut() else { return Err(gone(group)) };
         self.streams.bind().map_err(cuda_failure)?;
@@ -75,7 +75,7 @@ impl CommStream {
     /// See [`Comm::split`].
     pub(super) fn split(
         &self,
-        group: &Group,
+        group: &DeviceGroup,
         member: bool,
         key: usize,
         check: CancellationCheck,
@@ -148,7 +148,11 @@ impl CommStream {
 
     /// Leaves in good order, or aborts after an error or if the group's other ranks on this host do not leave. Returns the thread of the
     /// last step: one rank of this host that does not make it may hold it up for ever, as it would the end of all other communicators.
-    pub(super) fn finalize(self: &Arc<Self>, group: &Arc<Group>, check: CancellationCheck) -> Option<JoinHandle<()>> {
+    pub(super) fn finalize(
+        self: &Arc<Self>,
+        group: &Arc<DeviceGroup>,
+        check: CancellationCheck,
+    ) -> Option<JoinHandle<()>> {
         let Open { mut comm, stranded } = lock(&self.open).take()?;
         let finalized = self.streams.bind().map_err(cuda_error).map(|()| comm.finalize(check));
         match finalized {
@@ -177,12 +181,12 @@ impl CommStream {
     }
 }
 
-fn is_alive(group: &Group) -> Result<(), Failure> {
+fn is_alive(group: &DeviceGroup) -> Result<(), Failure> {
     group.failure().map_or(Ok(()), Err)
 }
 
 /// The error if the communicator was aborted because the group has failed.
-pub(super) fn gone(group: &Group) -> WaitError {
+pub(super) fn gone(group: &DeviceGroup) -> WaitError {
     let closed = || Failure::PeerFailed { peer: group.rank, reason: "the communicator has been closed".to_string() };
     WaitError::Group(group.root_cause().unwrap_or_else(closed))
 }

@@ -11,7 +11,7 @@ use crate::Result;
 use crate::error::Failure;
 use crate::panic::lock;
 use crate::warnings::warn_aloud;
-use candle_ddp_engine::liveness::{Group, Watched};
+use candle_ddp_engine::device_group::{DeviceGroup, Watched};
 use candle_ddp_env::PROCESS;
 use std::collections::BTreeMap;
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -35,7 +35,7 @@ static GROUPS: Mutex<Vec<Weak<CommStreams>>> = Mutex::new(Vec::new());
 /// All communicators of a group: the one for collectives, and those for messages from one rank to another. They are in
 /// the same order on all ranks, which finalize them one after the other.
 pub(super) struct CommStreams {
-    group: Arc<Group>,
+    group: Arc<DeviceGroup>,
     members: Mutex<Members>,
     device: usize,
 }
@@ -50,7 +50,7 @@ struct Members {
 type Direction = Option<(usize, usize)>;
 
 impl CommStreams {
-    pub(super) fn new(group: Arc<Group>, collectives: Arc<CommStream>) -> Arc<Self> {
+    pub(super) fn new(group: Arc<DeviceGroup>, collectives: Arc<CommStream>) -> Arc<Self> {
         let device = collectives.streams.device();
         let members = Members { open: BTreeMap::from([(None, collectives)]), is_aborted: false };
         let comm_streams = Arc::new(Self { group, members: Mutex::new(members), device });

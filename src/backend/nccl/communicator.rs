@@ -23,7 +23,7 @@ use crate::rendezvous::Store;
 use crate::warnings::warn_aloud;
 use crate::{Error, Result};
 use candle_core::{DType, Device, Tensor};
-use candle_ddp_engine::liveness::{Fence, Group, HealthStore, Watched};
+use candle_ddp_engine::device_group::{DeviceGroup, Fence, HealthStore, Watched};
 use candle_ddp_engine::standing::Membership;
 use candle_ddp_engine::{Call, Channel};
 use cudarc::driver::CudaSlice;
@@ -56,7 +56,7 @@ const ENDING: Duration = Duration::from_secs(30);
 /// Dropping it waits for the calls that were started and leaves in good order, or, while panicking, tells the others
 /// that this rank failed. Threads that hang in NCCL are left behind after a minute, with a warning.
 pub struct NcclCommunicator {
-    group: Arc<Group>,
+    group: Arc<DeviceGroup>,
     /// For collectives.
     comm_stream: Arc<CommStream>,
     /// For collectives; `None` in a world of one, in which NCCL waits for nothing and starts no thread.
@@ -150,7 +150,7 @@ impl NcclCommunicator {
         let lost_after = options.lost_after.unwrap_or_else(|| identity::lost_after(&identities));
         // All ranks take part, or none.
         let tests_links = identities.iter().all(|identity| identity.tests_links);
-        let group = Group::new(rank, world_size, options.timeout, recording);
+        let group = DeviceGroup::new(rank, world_size, options.timeout, recording);
         let base = Base { group, streams, store, device: device.clone(), options, limit, lost_after, tests_links };
         let heartbeat_monitor = base.start_heartbeat_monitor(health_store)?;
         let comm = base.connect();
@@ -249,7 +249,7 @@ impl NcclCommunicator {
     }
 
     fn prepare(&self, collective: &Collective) -> Result<Prepared> {
-        let Group { rank, world_size, .. } = *self.group;
+        let DeviceGroup { rank, world_size, .. } = *self.group;
         Ok(Prepared::new(collective, &Member { rank, world_size, token: self.token })?)
     }
 
@@ -298,7 +298,7 @@ impl NcclCommunicator {
         };
         let driver = |error| cuda_failure(error).into_error(rank);
         let streams = self.comm_stream.streams.another().map_err(driver)?;
-        let group = Group::new(rank, ranks.len(), self.options.timeout, recording);
+        let group = DeviceGroup::new(rank, ranks.len(), self.options.timeout, recording);
         // A split communicator has its parent's limit.
         let (device, options, limit) = (self.device.clone(), self.options.clone(), Limit::None);
         let lost_after = self.lost_after;
@@ -318,7 +318,7 @@ impl Communicator for NcclCommunicator {
     }
 
     fn start(&self, collective: Collective) -> Result<Work> {
-        let Group { rank, world_size, .. } = *self.group;
+        let DeviceGroup { rank, world_size, .. } = *self.group;
         let (call, channel) = check(rank, world_size, &|tensor| on_device(tensor, &self.device), &collective)?;
         let work = match channel {
             Channel::Collectives => self.start_collective(call, collective)?,
@@ -328,7 +328,7 @@ impl Communicator for NcclCommunicator {
     }
 
     fn start_batch(&self, batch: Vec<P2pOp>) -> Result<Work> {
-        let Group { rank, world_size, .. } = *self.group;
+        let DeviceGroup { rank, world_size, .. } = *self.group;
         let calls = check_batch(rank, world_size, &|tensor| on_device(tensor, &self.device), &batch)?;
         let Some((first, _)) = calls.first() else { return Ok(Work::done()) };
         let prepared = batch::prepare(&batch)?;
@@ -369,7 +369,7 @@ impl Communicator for NcclCommunicator {
 
     /// Connects anew, since a split would wait for the calls in flight.
     fn duplicate(&self, store: Arc<dyn Store>) -> Result<Split> {
-        let Group { rank, world_size, .. } = *self.group;
+        let DeviceGroup { rank, world_size, .. } = *self.group;
         let recording = self.recording_of("companion", &(0..world_size).collect::<Vec<_>>());
         // Its calls run next to those of this group.
         let (device, options, limit) = (&self.device, self.options.clone(), Limit::Few);

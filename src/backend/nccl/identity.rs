@@ -8,7 +8,7 @@ use crate::random::random_bytes;
 use crate::rendezvous::{Store, StoreReports};
 use crate::{Error, Result};
 use candle_ddp_base::wire::{Reader, Writer};
-use candle_ddp_engine::liveness::Group;
+use candle_ddp_engine::device_group::DeviceGroup;
 use std::collections::{HashMap, HashSet};
 use std::fmt;
 use std::sync::OnceLock;
@@ -176,7 +176,7 @@ impl Identity {
 pub(super) fn await_id(
     store: &dyn Store,
     key: &str,
-    group: &Group,
+    group: &DeviceGroup,
     operation: &'static str,
 ) -> std::result::Result<UniqueId, WaitError> {
     let cannot = |reason: &dyn fmt::Display| WaitError::Nccl(NcclFailure::other(operation, &reason.to_string()));
@@ -253,7 +253,7 @@ mod tests {
 
     #[test]
     fn waiting_for_an_id_ends_with_the_group() {
-        let group = Group::new(1, 2, Duration::from_secs(600), None);
+        let group = DeviceGroup::new(1, 2, Duration::from_secs(600), None);
         let failure = Failure::PeerFailed { peer: 0, reason: "no GPU".to_string() };
         std::thread::scope(|scope| {
             let waiting = scope.spawn(|| await_id(&HashStore::new(TIMEOUT), "id", &group, "meeting"));

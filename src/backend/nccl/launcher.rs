@@ -10,7 +10,7 @@ use super::work::NcclWork;
 use crate::Result;
 use crate::backend::Completion;
 use crate::panic::lock;
-use candle_ddp_engine::liveness::Group;
+use candle_ddp_engine::device_group::DeviceGroup;
 use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
@@ -26,7 +26,7 @@ pub(super) struct Launcher {
 impl Launcher {
     /// Starts the thread. `open` gives the communicator, before the first call.
     pub(super) fn start(
-        group: &Arc<Group>,
+        group: &Arc<DeviceGroup>,
         name: &str,
         open: impl FnOnce() -> std::result::Result<Arc<CommStream>, WaitError> + Send + 'static,
     ) -> Result<Self> {

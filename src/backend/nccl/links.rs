@@ -6,7 +6,7 @@ use super::status::{NcclFailure, Status};
 use super::stream::{Done, Streams};
 use super::wait::{PATIENCE, cancellation_check};
 use super::{cuda_error, cuda_failure};
-use candle_ddp_engine::liveness::{Fence, Group};
+use candle_ddp_engine::device_group::{DeviceGroup, Fence};
 use cudarc::nccl::sys::{ncclDataType_t, ncclRedOp_t};
 use std::time::Duration;
 
@@ -22,7 +22,7 @@ fn numbers(rank: usize) -> Vec<u32> {
 }
 
 /// Adds numbers of all ranks, and compares with the sum.
-pub(super) fn test(comm: &mut Comm, streams: &Streams, group: &Group) -> Result<(), WaitError> {
+pub(super) fn test(comm: &mut Comm, streams: &Streams, group: &DeviceGroup) -> Result<(), WaitError> {
     const PAUSE: Duration = Duration::from_micros(200);
     let reason = format!(
         "copies between GPUs may be broken: look whether NCCL_P2P_DISABLE=1 helps. {VARIABLE}=0 leaves this test out"

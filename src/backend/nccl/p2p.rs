@@ -15,7 +15,7 @@ use super::status::NcclFailure;
 use super::stream::Streams;
 use crate::Result;
 use crate::rendezvous::{self, Store, discard};
-use candle_ddp_engine::liveness::Group;
+use candle_ddp_engine::device_group::DeviceGroup;
 use std::sync::Arc;
 
 /// The messages from one rank to another, on either of the two.
@@ -26,7 +26,7 @@ pub(super) struct P2p {
 
 /// The two ranks of a pair, and what connecting them needs.
 pub(super) struct Pair {
-    pub(super) group: Arc<Group>,
+    pub(super) group: Arc<DeviceGroup>,
     pub(super) comm_streams: Arc<CommStreams>,
     pub(super) store: Arc<dyn Store>,
     pub(super) from: usize,

@@ -3,7 +3,7 @@ use super::calls::Target;
 use crate::kernels;
 use crate::panic::lock;
 use candle_core::{CudaDevice, Device};
-use candle_ddp_engine::liveness::{Fence, Group, Order, Preparing};
+use candle_ddp_engine::device_group::{DeviceGroup, Fence, Order, Preparing};
 use cudarc::driver::sys::{self, CUevent_flags, CUresult};
 use cudarc::driver::{CudaContext, CudaEvent, CudaSlice, CudaStream, DevicePtr, DriverError, result};
 use std::ops::Deref;
@@ -183,7 +183,7 @@ impl Streams {
         let Some(mark) = done.mark() else { return Ok(()) };
         self.candle.wait(mark)?;
         if self.is_shared && done.awaited.load(Ordering::Relaxed) == 0 {
-            done.awaited.store(Group::number(), Ordering::SeqCst);
+            done.awaited.store(DeviceGroup::number(), Ordering::SeqCst);
         }
         Ok(())
     }

@@ -1,14 +1,18 @@
 //! The threads of a group.
 use crate::error::Failure;
 use crate::{Result, thread};
-use candle_ddp_engine::liveness::Group;
+use candle_ddp_engine::device_group::DeviceGroup;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 /// Starts one of the group's threads. A panic in it ends the group.
-pub(super) fn spawn(group: &Arc<Group>, name: &str, body: impl FnOnce() + Send + 'static) -> Result<JoinHandle<()>> {
+pub(super) fn spawn(
+    group: &Arc<DeviceGroup>,
+    name: &str,
+    body: impl FnOnce() + Send + 'static,
+) -> Result<JoinHandle<()>> {
     let (rank, group, own_name) = (group.rank, group.clone(), name.to_string());
     let body = move || {
         if catch_unwind(AssertUnwindSafe(body)).is_err() {

@@ -2,7 +2,7 @@
 use crate::deadline::deadline_after;
 use crate::error::Failure;
 use crate::warnings::warn_aloud;
-use candle_ddp_engine::liveness::Group;
+use candle_ddp_engine::device_group::DeviceGroup;
 use std::time::{Duration, Instant};
 
 /// How long a rank waits, for what takes seconds at most, before it warns.
@@ -10,7 +10,7 @@ pub(super) const PATIENCE: Duration = Duration::from_secs(15);
 
 /// A check that ends a wait if the group has failed or its time-out has expired, and that warns after `patience`.
 pub(super) fn cancellation_check(
-    group: &Group,
+    group: &DeviceGroup,
     what: String,
     reason: String,
     patience: Duration,
@@ -20,7 +20,7 @@ pub(super) fn cancellation_check(
         if let Some(failure) = group.failure() {
             return Err(failure);
         }
-        let Group { rank, timeout, .. } = *group;
+        let DeviceGroup { rank, timeout, .. } = *group;
         if Instant::now() < deadline {
             if !warned && start.elapsed() >= patience {
                 warned = true;

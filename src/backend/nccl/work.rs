@@ -5,13 +5,13 @@ use crate::Result;
 use crate::backend::Completion;
 use candle_core::Tensor;
 use candle_ddp_engine::Call;
-use candle_ddp_engine::liveness::{Fence, Group};
+use candle_ddp_engine::device_group::{DeviceGroup, Fence};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// Keeps the tensors of a call in the GPU's memory until candle's stream has passed it.
 pub(super) struct NcclWork {
-    pub(super) group: Arc<Group>,
+    pub(super) group: Arc<DeviceGroup>,
     pub(super) streams: Streams,
     pub(super) done: Arc<Done>,
     pub(super) call: Call,

@@ -1,7 +1,7 @@
 //! The threads that watch the calls of a group. The poller asks the device's driver and the engine's library, which may hold it up: a
 //! driver that waits for a stuck call in another thread may not even answer whether an event has happened. The watchdog calls
 //! neither, and waits for no network, so that deadlines hold and the communicators are aborted, which also ends the stuck call.
-use super::group::{Group, SuspectedFailure};
+use super::group::{DeviceGroup, SuspectedFailure};
 use super::heartbeat::PATIENCE;
 use crate::error::Failure;
 use std::time::{Duration, Instant};
@@ -19,7 +19,7 @@ pub trait Watched {
 }
 
 /// Looks for completed calls, for expired ones and for errors, until the group ends or has a problem.
-pub fn poll(group: &Group, watched: &dyn Watched) {
+pub fn poll(group: &DeviceGroup, watched: &dyn Watched) {
     while !group.is_over(TICK) && group.failure().is_none() && group.suspected().is_none() {
         let seen = watched.error().map(SuspectedFailure::Broken).or_else(|| group.sweep(Instant::now()));
         seen.into_iter().for_each(|suspected| group.suspect(suspected));
@@ -30,7 +30,7 @@ pub fn poll(group: &Group, watched: &dyn Watched) {
 ///
 /// `unasked` gives the failure behind a suspected one if the heartbeat monitor, which asks the other ranks, does not
 /// find it in time.
-pub fn watch(group: &Group, watched: &dyn Watched, unasked: &dyn Fn(&SuspectedFailure) -> Failure) {
+pub fn watch(group: &DeviceGroup, watched: &dyn Watched, unasked: &dyn Fn(&SuspectedFailure) -> Failure) {
     /// A poller that was silent for so long is held up in the driver.
     const HELD_UP: Duration = Duration::from_secs(30);
     loop {

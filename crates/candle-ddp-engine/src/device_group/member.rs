@@ -1,5 +1,5 @@
 //! A group as a member of its job, whose ranks ask each other through the store where they stand.
-use super::group::{Fence, Group, Outstanding, State};
+use super::group::{DeviceGroup, Fence, Outstanding, State};
 use crate::deadline::deadline_after;
 use crate::error::Failure;
 use crate::failure::CallHistory;
@@ -17,7 +17,7 @@ const PATIENCE: Duration = Duration::from_secs(4);
 /// The number of the last wait of the program's stream.
 static NUMBER: AtomicU64 = AtomicU64::new(0);
 
-impl Member for Group {
+impl Member for DeviceGroup {
     fn world_size(&self) -> usize {
         self.world_size
     }
@@ -88,7 +88,7 @@ fn is_empty(call: &Call) -> bool {
 #[derive(Debug)]
 #[must_use]
 pub struct Preparing<'a> {
-    group: &'a Group,
+    group: &'a DeviceGroup,
     /// The call runs behind everything that the program's stream waits for up to this number.
     pub behind: u64,
 }
@@ -102,7 +102,7 @@ impl Drop for Preparing<'_> {
     }
 }
 
-impl Group {
+impl DeviceGroup {
     /// Gives the group its place in its job.
     pub fn enter_job(self: &Arc<Self>, membership: &Membership) -> Result<()> {
         let member: Weak<Self> = Arc::downgrade(self);

@@ -1,6 +1,6 @@
 //! The thread that stays in touch with the other ranks through the store. It may have to wait for the network, so it is
 //! separate from the thread that watches the calls.
-use super::group::{Group, News, SuspectedFailure};
+use super::group::{DeviceGroup, News, SuspectedFailure};
 use super::health_store::{HealthStore, ProgressQuery, ShutdownRecord};
 use crate::error::Failure;
 use crate::failure::{CallCounts, ExpiredCall, RankState, diagnose, left_before};
@@ -25,7 +25,7 @@ const PAUSE: Duration = Duration::from_millis(200);
 #[derive(Debug)]
 pub struct HeartbeatMonitor<'a> {
     /// Its group.
-    pub group: &'a Group,
+    pub group: &'a DeviceGroup,
     /// The group's store.
     pub health_store: &'a HealthStore,
     /// A peer without a heartbeat for this long is considered dead.
@@ -307,7 +307,7 @@ impl HeartbeatMonitor<'_> {
 }
 
 /// The failure behind `suspected`, as far as it is known without the other ranks.
-pub fn without_asking(group: &Group, suspected: &SuspectedFailure) -> Failure {
+pub fn without_asking(group: &DeviceGroup, suspected: &SuspectedFailure) -> Failure {
     match suspected {
         SuspectedFailure::Broken(reason) => Failure::PeerFailed { peer: group.rank, reason: reason.clone() },
         SuspectedFailure::Expired { channel, sequence, call } => {

@@ -1,8 +1,8 @@
 //! Tests the threads of several ranks over one store, with stand-ins for an engine such as NCCL: what they decide and tell each
 //! other.
 use super::*;
+use crate::device_group::{Fence, HealthStore, HeartbeatMonitor, without_asking};
 use crate::flight_recorder::{FlightRecorderOptions, Recording};
-use crate::liveness::{Fence, HealthStore, HeartbeatMonitor, without_asking};
 use crate::rendezvous::{HashStore, Store};
 use crate::{Call, Channel, Label, Operation};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -40,7 +40,7 @@ impl Fence for Switch {
 }
 
 struct Rank {
-    group: Arc<Group>,
+    group: Arc<DeviceGroup>,
     stand_in: Arc<StandIn>,
     watchdog: Option<JoinHandle<()>>,
     heartbeat_monitor: Option<JoinHandle<()>>,
@@ -50,11 +50,11 @@ const LOST_AFTER: Duration = Duration::from_millis(1500);
 
 /// Starts rank `rank` of a group.
 fn start(health_store: HealthStore, rank: usize, world_size: usize, timeout: Duration, lost_after: Duration) -> Rank {
-    run_threads(Group::new(rank, world_size, timeout, None), health_store, lost_after)
+    run_threads(DeviceGroup::new(rank, world_size, timeout, None), health_store, lost_after)
 }
 
 /// The threads of `group`.
-fn run_threads(group: Arc<Group>, health_store: HealthStore, lost_after: Duration) -> Rank {
+fn run_threads(group: Arc<DeviceGroup>, health_store: HealthStore, lost_after: Duration) -> Rank {
     let stand_in = Arc::new(StandIn::default());
     let (ours, watched) = (group.clone(), stand_in.clone());
     let watchdog = std::thread::spawn(move || {
@@ -137,7 +137,7 @@ fn the_flight_recorder_writes_how_far_calls_came_when_one_expires() {
     let ranks = [0, 1].map(|rank| {
         let options = FlightRecorderOptions { folder: Some(folder.path().to_path_buf()), ..Default::default() };
         let recording = Recording::of_world(options, rank, 2).unwrap();
-        let group = Group::new(rank, 2, Duration::from_millis(300), recording);
+        let group = DeviceGroup::new(rank, 2, Duration::from_millis(300), recording);
         run_threads(group, HealthStore::new(Arc::clone(&store), rank, 2).unwrap(), LOST_AFTER)
     });
     for rank in &ranks {
@@ -188,7 +188,7 @@ fn calls_that_end_in_time_are_forgotten() {
 #[test]
 fn a_fence_is_dropped_without_the_lock() {
     /// Says whether another thread gets an answer from the group while this is dropped.
-    struct Last(Arc<Group>, Sender<bool>);
+    struct Last(Arc<DeviceGroup>, Sender<bool>);
 
     impl Fence for Last {
         fn is_over(&self) -> Result<bool, String> {
@@ -204,7 +204,7 @@ fn a_fence_is_dropped_without_the_lock() {
         }
     }
 
-    let group = Group::new(0, 1, Duration::from_secs(60), None);
+    let group = DeviceGroup::new(0, 1, Duration::from_secs(60), None);
     let (sender, dropped) = channel();
     group.begin(Channel::Collectives, all_reduce(1), Arc::new(Last(Arc::clone(&group), sender))).unwrap();
     assert_eq!(group.sweep(Instant::now()), None);

@@ -23,7 +23,7 @@ pub trait Fence: Send + Sync {
     }
 }
 
-/// The place of a call among what the program's stream on the device waits for. These waits are [numbered](Group::number) in their order.
+/// The place of a call among what the program's stream on the device waits for. These waits are [numbered](DeviceGroup::number) in their order.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Order {
     /// The call runs behind all waits up to this number.
@@ -32,8 +32,8 @@ pub struct Order {
     pub awaited: Option<u64>,
 }
 
-/// One group, as seen by one of its ranks.
-pub struct Group {
+/// One group on devices, as seen by one of its ranks.
+pub struct DeviceGroup {
     /// This rank.
     pub rank: usize,
     /// The number of ranks.
@@ -104,13 +104,16 @@ pub enum SuspectedFailure {
     Expired { channel: Channel, sequence: u64, call: Call },
 }
 
-impl std::fmt::Debug for Group {
+impl std::fmt::Debug for DeviceGroup {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Group").field("rank", &self.rank).field("world_size", &self.world_size).finish_non_exhaustive()
+        f.debug_struct("DeviceGroup")
+            .field("rank", &self.rank)
+            .field("world_size", &self.world_size)
+            .finish_non_exhaustive()
     }
 }
 
-impl Group {
+impl DeviceGroup {
     /// A group without calls.
     pub fn new(rank: usize, world_size: usize, timeout: Duration, recording: Option<Recording>) -> Arc<Self> {
         let recorded = recording.as_ref().map_or(0, |recording| recording.recorder.entries());
@@ -487,7 +490,7 @@ impl State {
     }
 }
 
-impl Recorded for Group {
+impl Recorded for DeviceGroup {
     fn record(&self) -> (Vec<CallRecord>, Option<String>) {
         let state = self.state();
         let mut calls: Vec<CallRecord> = state.collectives.records(Channel::Collectives).collect();
