@@ -76,6 +76,15 @@ impl Events {
         self.receiver.recv_timeout(deadline.saturating_duration_since(Instant::now())).ok()
     }
 
+    /// Returns what remains of the output once all of it was read, or `None` if that is not before `deadline`.
+    pub(crate) fn last_output(&self, deadline: Instant) -> Option<Remains> {
+        loop {
+            if let Event::Output(remains) = self.next(Some(deadline))? {
+                return Some(remains);
+            }
+        }
+    }
+
     /// Returns whether this process received a signal that ends a run since the last call.
     pub(crate) fn interrupted(&self) -> bool {
         self.receiver.try_iter().any(|event| matches!(event, Event::Signal(signal) if self.ending.contains(&signal)))

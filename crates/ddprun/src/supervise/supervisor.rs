@@ -166,14 +166,12 @@ impl Supervisor {
         let deadline = Instant::now() + LAST_WAIT;
         let remains = remains.or_else(|| {
             // Only a log file on a hanging file system can keep the thread from finishing.
-            while let Some(event) = events.next(Some(deadline)) {
-                if let Event::Output(remains) = event {
-                    return Some(remains);
-                }
+            let remains = events.last_output(deadline);
+            if remains.is_none() {
+                let seconds = LAST_WAIT.as_secs();
+                message(format_args!("the workers' last output could not be written within {seconds} s, and is lost"));
             }
-            let seconds = LAST_WAIT.as_secs();
-            message(format_args!("the workers' last output could not be written within {seconds} s, and is lost"));
-            None
+            remains
         });
         (self.outcome, remains.unwrap_or_default())
     }
