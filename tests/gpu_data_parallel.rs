@@ -9,8 +9,6 @@
 #![allow(clippy::unwrap_used)] // a failed test may panic
 #![allow(unsafe_code)] // the pool of memory is asked through the driver's functions
 mod common;
-#[path = "common/single.rs"]
-mod single;
 
 use candle_core::{DType, Device, Tensor};
 use candle_ddp::data_parallel::{DataParallel, parallel_apply, replicate};
@@ -195,7 +193,7 @@ fn no_replica_computes_before_all_have_read_the_buffers() {
 #[test]
 fn one_rank_trains_without_nccl() {
     let Some(gpu) = lists("one_rank_trains_without_nccl").into_iter().flatten().find(Device::is_cuda) else { return };
-    single::works_on(&gpu, Backend::Single);
+    common::single::works_on(&gpu, Backend::Single);
     #[cfg(not(feature = "nccl"))]
-    single::works_on(&gpu, Backend::Auto);
+    common::single::works_on(&gpu, Backend::Auto);
 }

@@ -1,9 +1,9 @@
 //! Ranks of `elastic::run` whose optimizer's state is sharded over them, and with random numbers of each rank; for tests that kill
 //! them.
-use crate::common::{floats, of_zero, tensor};
-use crate::elastic_ranks::{
+use crate::common::elastic_ranks::{
     BATCH, LENGTH, PAUSE, SAMPLES, append, event, folder, net, number, run_as_rank, variables, write_result,
 };
+use crate::common::{floats, of_zero, tensor};
 use candle_core::{DType, Device, IndexOp, Module, Tensor};
 use candle_ddp::checkpoint::{Checkpointer, CheckpointerOptions, Parts, StateDict};
 use candle_ddp::data::LoaderState;

@@ -11,6 +11,13 @@ use serde_json::Value;
 use std::path::Path;
 use std::time::Duration;
 
+pub(crate) mod bad_batches;
+pub(crate) mod elastic_ranks;
+pub(crate) mod elastic_zero;
+pub(crate) mod programs;
+pub(crate) mod single;
+pub(crate) mod virtual_ranks;
+
 #[allow(unused_imports)] // as above
 pub(crate) use candle_ddp_testing::{
     Between, Mlp, assert_close, assert_error, bits, ddprun, example, failing, fill, floats, free_port, gradients,

@@ -14,8 +14,6 @@ mod objects;
 mod process_group;
 mod processes;
 mod reproducible;
-#[path = "../common/single.rs"]
-mod single;
 mod slices;
 mod two_groups;
 mod varied;

@@ -19,7 +19,7 @@ fn zeros(count: usize) -> Tensor {
 
 #[test]
 fn one_rank_needs_no_engine() {
-    crate::single::works_on(&Device::Cpu, Backend::Single);
+    crate::common::single::works_on(&Device::Cpu, Backend::Single);
 }
 
 #[test]

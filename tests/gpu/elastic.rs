@@ -1,7 +1,7 @@
 //! Generations of `elastic::run` over NCCL: ranks are processes under the launcher, and are killed.
 use crate::common::assert_close;
-use crate::elastic_ranks::{FOLDER, GPUS, Run, Training, by_hand, processes, read, result, run_as_rank, train};
-use crate::elastic_zero_ranks;
+use crate::common::elastic_ranks::{FOLDER, GPUS, Run, Training, by_hand, processes, read, result, run_as_rank, train};
+use crate::common::elastic_zero;
 use crate::launch::{SHARED, gpus, is_emulated};
 use candle_ddp::elastic::State;
 use std::path::Path;
@@ -22,7 +22,7 @@ fn rank_of_another_test() {
 #[test]
 #[ignore = "started by other tests"]
 fn rank_with_shards_of_another_test() {
-    elastic_zero_ranks::run();
+    elastic_zero::run();
 }
 
 /// Under ddprun, on one GPU each if there are enough. NCCL writes the history of its communicators to a file per process.

@@ -14,10 +14,6 @@ mod batch;
 mod common;
 mod data;
 mod elastic;
-#[path = "../common/elastic_ranks.rs"]
-mod elastic_ranks;
-#[path = "../common/elastic_zero.rs"]
-mod elastic_zero_ranks;
 mod fences;
 mod hazards;
 mod late;

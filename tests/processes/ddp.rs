@@ -1,9 +1,9 @@
 //! DistributedDataParallel with ranks as real processes: under the real launcher, and with ranks that are killed.
 //!
 //! The processes are this test binary itself.
-use crate::bad_batches_ranks::bad_batches;
+use crate::common::bad_batches::bad_batches;
+use crate::common::programs::{gan, plain_gan};
 use crate::common::{Mlp, assert_close, fill, floats, free_port, succeed, tensor, test_arguments, var};
-use crate::programs::{gan, plain_gan};
 use candle_core::{DType, Device, IndexOp, Module, Tensor};
 use candle_ddp::rendezvous::{FileStore, Store, TcpStore};
 use candle_ddp::{

@@ -1,5 +1,5 @@
 //! `elastic::run` with real processes that are killed: under the launcher, and by hand.
-use crate::elastic_ranks::{
+use crate::common::elastic_ranks::{
     ALL_LOST, EPOCHS, EVENTS, FOLDER, LAST_CALL, Run, SAMPLES, Training, arguments, by_hand, processes, read, result,
     run_as_rank, train, wait_for,
 };

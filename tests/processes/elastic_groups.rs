@@ -1,7 +1,7 @@
 //! `elastic::run` with ranks that communicate in several groups: a death has the same meaning in whichever of them it is seen
 //! first. And with parts of commits that belong to a group, when all ranks die.
+use crate::common::elastic_ranks::{ALL_LOST, Run, result};
 use crate::elastic_groups_ranks::{self, EVERY, SHAPE};
-use crate::elastic_ranks::{ALL_LOST, Run, result};
 
 /// The entry point of ranks.
 #[test]

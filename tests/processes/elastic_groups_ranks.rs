@@ -1,8 +1,10 @@
 //! Ranks of `elastic::run` that communicate in more groups than the one that they are given, and whose commits include parts that
 //! belong to a group; for tests that kill them.
 #![allow(dead_code, clippy::unwrap_used)] // each test file uses only some helpers, and a failed test may panic
+use crate::common::elastic_ranks::{
+    LENGTH, PAUSE, SAMPLES, all_lost, append, event, first_time, folder, number, run_as_rank,
+};
 use crate::common::{Between, floats, tensor, tiny};
-use crate::elastic_ranks::{LENGTH, PAUSE, SAMPLES, all_lost, append, event, first_time, folder, number, run_as_rank};
 use candle_core::{DType, Device, IndexOp, Module, ModuleT, Tensor};
 use candle_ddp::amp::{GradScaler, GradScalerOptions};
 use candle_ddp::checkpoint::{Parts, StateDict};

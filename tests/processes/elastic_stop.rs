@@ -1,7 +1,7 @@
 //! Elastic runs that a signal ends while ranks are killed: the others save a last checkpoint and end with 0, or get an error at
 //! once. None waits until `ddprun` kills it.
+use crate::common::elastic_ranks::wait_for;
 use crate::common::{launch_nodes, values};
-use crate::elastic_ranks::wait_for;
 use candle_core::{DType, Device, Tensor};
 use candle_ddp::checkpoint::{Checkpointer, CheckpointerOptions, Parts, StateDict};
 use candle_ddp::elastic::{self, ElasticOptions, State};

@@ -1,14 +1,14 @@
 //! `elastic::run` with an optimizer whose state is sharded over the ranks, and random numbers of each rank; ranks are
 //! killed.
-use crate::elastic_ranks::{EVENTS, FOLDER, MIN, Run, arguments, result};
-use crate::elastic_zero_ranks;
+use crate::common::elastic_ranks::{EVENTS, FOLDER, MIN, Run, arguments, result};
+use crate::common::elastic_zero;
 use std::process::Command;
 
 /// The entry point of ranks.
 #[test]
 #[ignore = "started by other tests"]
 fn rank_of_another_test() {
-    elastic_zero_ranks::run();
+    elastic_zero::run();
 }
 
 const RANK: &str = "elastic_zero::rank_of_another_test";
@@ -20,7 +20,7 @@ fn launched(world_size: usize, options: &[&str], events: &str, min: Option<usize
 /// Ranks whose model is sharded: three, or under hybrid sharding four.
 fn sharded(made: &str, events: &str, options: &[&str], min: Option<usize>) -> Run {
     let min = min.map(|min| (MIN, min.to_string()));
-    let variables = min.into_iter().chain([(elastic_zero_ranks::SHARDED, made.to_string())]);
+    let variables = min.into_iter().chain([(elastic_zero::SHARDED, made.to_string())]);
     Run::with(RANK, if made == "hybrid" { 4 } else { 3 }, options, events, variables)
 }
 

@@ -1,6 +1,6 @@
 //! A rank that is slower than the others: what the launcher says, its status and its metrics.
+use crate::common::elastic_ranks::wait_for;
 use crate::common::{free_port, launch_test, tensor};
-use crate::elastic_ranks::wait_for;
 use candle_ddp::metrics::{Writer, WriterOptions, put_metric};
 use candle_ddp::{DistributedDataParallel, InitOptions, init_process_group};
 use candle_nn::{VarMap, linear};

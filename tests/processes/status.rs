@@ -1,7 +1,7 @@
 //! `ddprun status` of a run whose ranks train.
+use crate::common::elastic_ranks::{EVENTS, FOLDER, arguments, result, wait_for};
 use crate::common::free_port;
 use crate::elastic::RANK;
-use crate::elastic_ranks::{EVENTS, FOLDER, arguments, result, wait_for};
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
 

@@ -3,8 +3,8 @@
 //!
 //! `CANDLE_DDP_TEST_STEPS=1000 cargo test --release --test processes virtual_models -- --nocapture` is the long version, with more
 //! numbers of ranks and ten deaths.
+use crate::common::elastic_ranks::{MIN, Run, event, folder, run_with};
 use crate::common::{fill, of_micro_batch, tensor};
-use crate::elastic_ranks::{MIN, Run, event, folder, run_with};
 use candle_core::{DType, Device, IndexOp, Module, ModuleT, Result as CandleResult, Tensor};
 use candle_ddp::checkpoint::{Parts, StateDict};
 use candle_ddp::data::{DataLoader, LoaderOptions, LoaderState, TensorDataset};

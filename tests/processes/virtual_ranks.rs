@@ -2,9 +2,9 @@
 //! die and come back, and for any number of threads.
 //!
 //! The processes are this test binary itself.
+use crate::common::elastic_ranks::{Run, append, event, folder, result, run_with};
+use crate::common::virtual_ranks::{self, Bits};
 use crate::common::{bits, fill, floats, of_micro_batch, succeed, tensor, test_arguments, test_process};
-use crate::elastic_ranks::{Run, append, event, folder, result, run_with};
-use crate::virtual_run::{self, Bits};
 use candle_core::{DType, Device, Module, ModuleT, Result as CandleResult, Tensor, Var};
 use candle_ddp::checkpoint::{Parts, StateDict};
 use candle_ddp::data::{DataLoader, LoaderOptions, LoaderState, TensorDataset};
@@ -40,12 +40,12 @@ fn read(path: &Path) -> Bits {
 #[test]
 #[ignore = "started by other tests"]
 fn rank_of_another_test() {
-    let options = InitOptions { virtual_ranks: Some(virtual_run::VIRTUAL), ..Default::default() };
+    let options = InitOptions { virtual_ranks: Some(virtual_ranks::VIRTUAL), ..Default::default() };
     let pg = init_process_group(options).unwrap();
     let speed = std::env::var(SPEED).ok().map(|speed| speed.parse().unwrap());
     let train = || {
         speed.map_or(Ok(()), |speed| pg.share_by_speed(speed))?;
-        virtual_run::train(&pg, 2, Precision::default(), None)
+        virtual_ranks::train(&pg, 2, Precision::default(), None)
     };
     let bits = pg.abort_on_error(train).unwrap();
     write(&bits, &Path::new(&std::env::var(FOLDER).unwrap()).join(format!("rank{}", pg.rank())));

@@ -1,6 +1,6 @@
 //! Gradients of several losses, accumulated before one step.
+use crate::common::programs::{Ddp, wrap};
 use crate::common::{assert_close, assert_error, floats, gradients, ranks, sharding, tensor, tiny};
-use crate::programs::{Ddp, wrap};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Tensor};
 use candle_ddp::comm_hook::AllReduce;

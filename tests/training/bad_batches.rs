@@ -1,5 +1,5 @@
 //! The recipe in docs/ranks_that_differ.md for batches that one rank cannot use.
-use crate::bad_batches_ranks::bad_batches;
+use crate::common::bad_batches::bad_batches;
 use crate::common::ranks;
 
 #[test]

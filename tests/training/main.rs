@@ -2,8 +2,6 @@
 #![allow(clippy::unwrap_used)] // a failed test may panic
 #[path = "../common/mod.rs"]
 mod common;
-#[path = "../common/programs.rs"]
-mod programs;
 
 mod accumulate;
 mod adapters;
@@ -17,8 +15,6 @@ mod autocast;
 mod autocast_options;
 mod backward_and_step;
 mod bad_batches;
-#[path = "../common/bad_batches.rs"]
-mod bad_batches_ranks;
 mod checkpoint;
 mod checkpoint_damage;
 mod checkpoint_finite;
@@ -78,8 +74,6 @@ mod unused;
 mod update_bn;
 mod virtual_ranks;
 mod virtual_ranks_passes;
-#[path = "../common/virtual_ranks.rs"]
-mod virtual_run;
 mod vision_models;
 mod weighted;
 mod weights;

@@ -1,8 +1,8 @@
 //! Several DDP models in one graph.
-use crate::common::{Mlp, assert_close, assert_error, fill, floats, gradients, ranks, tensor, tiny, var};
-use crate::programs::{
+use crate::common::programs::{
     Ddp, all_floats, autoencoder, distillation, gan, mlp, plain_autoencoder, plain_distillation, plain_gan, wrap,
 };
+use crate::common::{Mlp, assert_close, assert_error, fill, floats, gradients, ranks, tensor, tiny, var};
 use candle_core::{DType, Module, Tensor, Var};
 use candle_ddp::{Backward, DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result, backward_with};
 use candle_nn::{VarBuilder, VarMap};
@@ -48,7 +48,7 @@ fn expected(of: impl Fn(usize, &Mlp, &Mlp) -> Result<Tensor>) -> Vec<f32> {
         let varmap = VarMap::new();
         let module = mlp([4, 5, 4], VarBuilder::from_varmap(&varmap, DType::F32, &candle_core::Device::Cpu)).unwrap();
         fill(&varmap, seed);
-        (module, crate::programs::NAMES.map(|name| var(&varmap, name)))
+        (module, crate::common::programs::NAMES.map(|name| var(&varmap, name)))
     };
     let ((a, of_a), (b, of_b)) = (build(1), build(2));
     let vars = [of_a, of_b].concat();

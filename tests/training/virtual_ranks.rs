@@ -1,8 +1,8 @@
 //! Virtual ranks: a run has the same bits on any number of ranks.
+use crate::common::virtual_ranks::{Noisy, VIRTUAL, ranks, train};
 use crate::common::{
     assert_close, assert_error, floats, of_micro_batch, of_zero, sharding, values, with_virtual_ranks,
 };
-use crate::virtual_run::{Noisy, VIRTUAL, ranks, train};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor, Var};
 use candle_ddp::backend::cpu::{CpuCommunicator, CpuOptions};

@@ -1,7 +1,7 @@
 //! Passes of virtual ranks that are more than one model's mean: losses that are sums with counts, losses of several models, and
 //! gradients that stay on the ranks that need them.
+use crate::common::virtual_ranks::{VIRTUAL, ranks};
 use crate::common::{assert_close, bits, floats, of_micro_batch, values};
-use crate::virtual_run::{VIRTUAL, ranks};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Module, Tensor, Var};
 use candle_ddp::checkpoint::StateDict;
