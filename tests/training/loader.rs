@@ -1,13 +1,17 @@
 //! `DataLoader`: each rank's batches, from a group.
 use candle_core::{Device, Tensor};
 use candle_ddp::data::{
-    DataLoader, Dataset, DistributedSampler, LoaderOptions, Remainder, SamplerOptions, TensorDataset,
+    DataLoader, Dataset, DistributedSampler, LoaderOptions, Remainder, SamplerOptions, TarSample, TarShards,
+    TensorDataset,
 };
 use candle_ddp::seed::Generator;
 use candle_ddp::{Error, Result, SpawnOptions, spawn, spawn_with};
+use candle_ddp_testing::tar_files::{files, shard};
+use rustix::fs::{CWD, FileType, Mode, mknodat};
 use std::ops::Range;
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
+use tempfile::tempdir;
 
 type Indices = DataLoader<Range<usize>, Vec<usize>>;
 
@@ -193,4 +197,35 @@ fn the_other_ranks_get_the_error_of_a_loader_whose_sample_never_comes() {
             assert_eq!(*after, timeout);
         }
     }
+}
+
+/// Whoever opens a pipe waits for its other end.
+#[test]
+fn a_shard_on_a_disk_that_does_not_answer_ends_the_run_on_all_ranks() {
+    let folder = tempdir().unwrap();
+    let path = folder.path().join("a.tar");
+    shard(&path, &files(0..30));
+    let told = Mutex::new(String::new());
+    let error = spawn(2, |pg| {
+        let shards = TarShards::new([&path])?;
+        let options = LoaderOptions { num_workers: 2, timeout: Some(Duration::from_millis(200)), ..Default::default() };
+        let loader = DataLoader::with_collate(shards, &pg, options, |samples: Vec<TarSample>| Ok(samples.len()))?;
+        if pg.rank() == 0 {
+            std::fs::remove_file(&path).unwrap();
+            mknodat(CWD, &path, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).unwrap();
+        }
+        pg.barrier()?;
+        if pg.rank() == 1 {
+            return loader.iter().next().unwrap().map(drop);
+        }
+        let error = pg.barrier().unwrap_err();
+        *told.lock().unwrap() = error.to_string();
+        Err(error)
+    });
+    let error = error.unwrap_err();
+    assert!(matches!(&error, Error::LoaderTimedOut { rank: 1, .. }), "{error:?}");
+    let told = told.into_inner().unwrap();
+    assert!(told.starts_with("rank 1 ended the group: ") && told.contains("in Dataset::get of sample "), "{told}");
+    // The workers go on.
+    drop(std::fs::File::options().read(true).write(true).open(&path).unwrap());
 }

@@ -293,9 +293,10 @@ fn a_worker_that_does_not_come_back_costs_its_batch_and_not_those_of_the_others(
         };
         let options = SamplerOptions { shuffle: false, ..Default::default() };
         let sampler = DistributedSampler::new(8, 0, 1, options).unwrap();
-        let timeout = Some(Duration::from_millis(200));
+        let timeout = Duration::from_millis(200);
+        let (num_workers, prefetch_factor) = (2, 4);
         let options =
-            LoaderOptions { batch_size: 2, num_workers: 2, prefetch_factor: 4, timeout, ..Default::default() };
+            LoaderOptions { batch_size: 2, num_workers, prefetch_factor, timeout: Some(timeout), ..Default::default() };
         let loader = DataLoader::from_sampler(Samples(8, get), sampler, options, collate).unwrap();
         let mut batches = loader.iter();
         wait_for("the batches of the other worker", || made.load(Ordering::SeqCst) == 3);
@@ -307,7 +308,7 @@ fn a_worker_that_does_not_come_back_costs_its_batch_and_not_those_of_the_others(
             panic!("{error:?}")
         };
         let name = door.waiting.lock().unwrap()[0].clone();
-        assert_eq!((format!("data-worker-{worker}"), *after), (name, timeout.unwrap()));
+        assert_eq!((format!("data-worker-{worker}"), *after), (name, timeout));
         if in_collate {
             assert!([4, 5].contains(index) && activity.contains("has been making the batch of sample"), "{error}");
         } else {
