@@ -46,7 +46,7 @@ fn statistics_of_norm(nests: Option<bool>, is_synchronised: bool) -> Vec<Vec<f32
                     let forward = move |x: &[Tensor]| norm.forward_t(&x[0], true);
                     // Which is then computed again twice.
                     let nested = move |x: &[Tensor]| checkpoint(&[&x[0]], forward.clone());
-                    if nests { checkpoint(&[&x], nested) } else { nested(&[x.clone()]) }
+                    if nests { checkpoint(&[&x], nested) } else { nested(std::slice::from_ref(&x)) }
                 })
             };
             let y = nests.map_or_else(|| ddp.forward_t(&x, true), in_checkpoints)?;
