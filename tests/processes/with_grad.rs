@@ -42,3 +42,14 @@ fn a_batch_that_cannot_be_divided_is_refused() {
     let stderr = String::from_utf8_lossy(&output.stderr);
     assert!(!output.status.success() && stderr.contains("a multiple of the number of ranks, 2, not 5"), "{stderr}");
 }
+
+/// On 4 ranks, each of two sequences is spread over two.
+#[test]
+fn sequences_that_are_spread_over_ranks_train_as_on_one() {
+    let losses = trains_as_one("long_sequences", &[], &[2]);
+    assert!(losses.len() == 2 && losses[1] < 0.9 * losses[0], "{losses:?}");
+    let program = ["--dtype", "f64", "--steps", "40", "--shard", "--sequence-ranks", "2"];
+    for (several, one) in printed(4, "long_sequences", &program).iter().zip(&losses) {
+        assert!((several - one).abs() <= 1e-12 * one, "{several}, not {one}");
+    }
+}

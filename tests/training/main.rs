@@ -41,6 +41,7 @@ mod init_seed;
 mod join;
 mod loader;
 mod loader_indices;
+mod long_sequences;
 mod lora;
 mod lora_golden;
 mod messages;
