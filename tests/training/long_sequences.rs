@@ -3,7 +3,7 @@
 mod model;
 
 use crate::common::ranks;
-use candle_core::{DType, Device, Module, Tensor};
+use candle_core::{DType, Device, Tensor};
 use candle_ddp::checkpoint;
 use candle_ddp::nn::cross_entropy;
 use candle_ddp::optim::{Optimizer, ParamsSgd, Sgd};
