@@ -149,7 +149,7 @@ fn a_run_that_is_resumed_is_the_run_without_a_break() {
             let saved = checkpointer.save(3, &mut run)?;
             // Later changes are not in the checkpoint.
             run.train(3..4)?;
-            assert_eq!((saved.step(), saved.wait()?), (3, folder.path().join("step-00000003")));
+            assert_eq!(saved.wait()?, folder.path().join("step-00000003"));
             assert!(saved.is_done());
             Ok(())
         });

@@ -3,7 +3,7 @@ use crate::common::{assert_close, assert_error, failing, fill, filled, floats, r
 use crate::weights::{Model, Shapes, backward, wrap};
 use candle_core::{DType, Device, Module, Tensor, safetensors};
 use candle_ddp::checkpoint::{Checkpointer, CheckpointerOptions, StateDict};
-use candle_ddp::comm_hook::{AllReduce, CommHook, PowerSgd, PowerSgdOptions};
+use candle_ddp::comm_hook::{AllReduce, CommHook, Int8Compress, PowerSgd, PowerSgdOptions};
 use candle_ddp::optim::{ParamsReduceLrOnPlateau, ReduceLrOnPlateau};
 use candle_ddp::{Buckets, DdpOptions, DistributedDataParallel, Error, Precision, ProcessGroup, Result, Unused};
 use candle_nn::{Optimizer, SGD, VarBuilder, VarMap};
@@ -314,6 +314,8 @@ fn a_regression_converges() {
     assert!(plain < first * 1e-3, "{first}, {plain}");
     let (_, last) = regression(|| power_sgd(2), 150);
     assert!(last < first * 1e-2, "from {first} to {last}, and {plain} without");
+    let (_, last) = regression(Int8Compress::default, 150);
+    assert!(last < first * 2e-3, "from {first} to {last}, and {plain} without");
 }
 
 /// The gradients of a second pass, which follows one that failed while the last parameter's bucket was in flight if
@@ -362,10 +364,12 @@ fn parameters_may_have_no_elements() {
                 buckets: Buckets { bucket_cap_mb: caps, first_bucket_mb: caps, ..Default::default() },
                 ..Default::default()
             };
-            for hook in [None, Some(power_sgd(1))] {
+            for hook in 0..3 {
                 let ddp = wrap(&pg, shapes, options.clone())?;
-                if let Some(hook) = hook {
-                    ddp.register_comm_hook(hook)?;
+                match hook {
+                    1 => ddp.register_comm_hook(power_sgd(1))?,
+                    2 => ddp.register_comm_hook(Int8Compress::default())?,
+                    _ => (),
                 }
                 for _ in 0..3 {
                     let gradients = shapes.iter().map(|(_, shape)| Some(tensor(shape, 1))).collect::<Vec<_>>();
@@ -425,6 +429,7 @@ fn resume<H: CommHook>(hook: impl Fn() -> H + Sync) {
 #[test]
 fn hook_state_is_saved_and_loaded() {
     resume(|| power_sgd(2));
+    resume(Int8Compress::default);
     let options = PowerSgdOptions { start_iter: 4, min_compression_rate: 1.01, ..Default::default() };
     resume(|| PowerSgd::new(options).unwrap());
 }

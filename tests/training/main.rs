@@ -23,6 +23,7 @@ mod checkpointer_ranks;
 mod clip_ranks;
 mod comm_hooks;
 mod comm_hooks_feedback;
+mod comm_hooks_int8;
 mod data_parallel;
 mod ddp;
 mod ddp_golden;

@@ -10,11 +10,6 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 pub struct SaveHandle(pub(super) Arc<Save>);
 
 impl SaveHandle {
-    /// The step being saved.
-    pub fn step(&self) -> u64 {
-        self.0.step
-    }
-
     /// Whether the save has ended, successfully or not.
     pub fn is_done(&self) -> bool {
         !matches!(*self.0.outcome(), Outcome::Running)

@@ -4,6 +4,7 @@
 //! |---|---|---|
 //! | none, [`AllReduce`] | itself | the mean over the ranks |
 //! | [`Fp16Compress`], [`Bf16Compress`] | 2 bytes | the mean, rounded to 11 (8) bits |
+//! | [`Int8Compress`] | 17/16 byte, twice | the mean, rounded to 8 bits in each block of 64 elements; the rest comes next time |
 //! | [`PowerSgd`] | two thin factors of each matrix | a low-rank approximation of the mean; the rest comes next time |
 //! | [`Noop`] | nothing | this rank's own gradient |
 //!
@@ -100,10 +101,12 @@
 //! - **Errors** end the group on all ranks, with the reason.
 //! - **Deadlock**: a hook must not call its own DDP model.
 mod compress;
+mod int8;
 mod orthonormal;
 mod power_sgd;
 
 pub use compress::{AllReduce, Bf16Compress, Fp16Compress, Noop};
+pub use int8::Int8Compress;
 pub use power_sgd::{PowerSgd, PowerSgdOptions};
 
 use crate::backend::Work;
@@ -277,7 +280,7 @@ impl GradBucket {
     }
 
     /// The size of the gradients in bytes.
-    pub fn bytes(&self) -> usize {
+    pub(crate) fn bytes(&self) -> usize {
         self.buffer.elem_count() * self.buffer.dtype().size_in_bytes()
     }
 }

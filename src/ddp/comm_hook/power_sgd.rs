@@ -330,7 +330,7 @@ fn usable_rows(rows: &Tensor, spare: &Tensor) -> Result<Tensor> {
     Ok(usable.broadcast_as(rows.shape())?.contiguous()?.where_cond(rows, spare)?)
 }
 
-fn zero_where_nan(tensor: &Tensor) -> Result<Tensor> {
+pub(super) fn zero_where_nan(tensor: &Tensor) -> Result<Tensor> {
     Ok(tensor.eq(tensor)?.where_cond(tensor, &tensor.zeros_like()?)?)
 }
 
