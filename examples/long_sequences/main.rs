@@ -61,9 +61,10 @@ fn main() -> candle_ddp::Result<()> {
     candle_ddp::run(|pg| {
         let (rank, world_size) = (pg.rank(), pg.world_size());
         let sequence_ranks = options.sequence_ranks.unwrap_or(world_size);
-        if sequence_ranks == 0 || world_size % sequence_ranks > 0 || BATCH % world_size > 0 {
-            let reason =
-                format!("it must be a divisor of the number of ranks, {world_size}, and that a divisor of {BATCH}");
+        let divides =
+            sequence_ranks > 0 && world_size.is_multiple_of(sequence_ranks) && BATCH.is_multiple_of(world_size);
+        if !divides {
+            let reason = format!("must divide the number of ranks, {world_size}, which must divide {BATCH}");
             return Err(Error::InvalidArgument { argument: "--sequence-ranks", reason });
         }
         let mesh = pg.mesh(&[world_size / sequence_ranks, sequence_ranks], &["data", "sequence"])?;

@@ -74,7 +74,7 @@ fn multiples_of_the_largest_magnitude_over_127_arrive_as_they_are() {
 #[test]
 fn an_element_is_rounded_to_a_127th_of_the_largest_one() {
     let value =
-        |number: usize| if number.is_multiple_of(4) { 1. } else { 0.7071 * ((number * 37 % 255) as f64 / 127. - 1.) };
+        |number: usize| if number.is_multiple_of(4) { 1. } else { 0.703 * ((number * 37 % 255) as f64 / 127. - 1.) };
     let rounded = |number: usize| (127. * value(number)).round() / 127.;
     ranks(2, |pg| {
         let out = flat(&backward(&model(&pg, DdpOptions::default())?, &gradients(value))?);
