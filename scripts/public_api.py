@@ -43,7 +43,7 @@ BUDGETS = {
     "candle_ddp_data": 82,
     "candle_ddp_nn": 318,
     "candle_ddp_tensor": 34,
-    "candle_ddp_engine": 70,
+    "candle_ddp_engine": 69,
     "candle_ddp_pickle": 5,
     "candle_ddp_rendezvous": 67,
     "candle_ddp_state": 47,

@@ -16,7 +16,7 @@ pub(super) struct Patience {
 impl Patience {
     pub(super) fn new(rank: usize, options: &LoaderOptions) -> Self {
         const LONG: Duration = Duration::from_secs(60);
-        let first = options.timeout().map_or(LONG, |timeout| LONG.min(timeout / 4).max(Duration::from_millis(1)));
+        let first = options.longest_wait().map_or(LONG, |timeout| LONG.min(timeout / 4).max(Duration::from_millis(1)));
         Self { rank, first, next: first }
     }
 

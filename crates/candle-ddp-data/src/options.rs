@@ -98,11 +98,11 @@ impl LoaderOptions {
 
     /// The options with the time-out of `group` if they have none.
     pub(super) fn of_group(self, group: &dyn LoaderGroup) -> Self {
-        Self { timeout: Some(self.timeout().unwrap_or_else(|| group.timeout())), ..self }
+        Self { timeout: Some(self.longest_wait().unwrap_or_else(|| group.timeout())), ..self }
     }
 
     /// The time-out, if there is one.
-    pub(super) fn timeout(&self) -> Option<Duration> {
+    pub(super) fn longest_wait(&self) -> Option<Duration> {
         self.timeout.filter(|timeout| !timeout.is_zero())
     }
 

@@ -292,7 +292,7 @@ impl<S, T> Shared<S, T> {
     /// Waits until the first batch is made, or there is none. Returns the error if that takes too long.
     fn wait(&self) -> Option<Error> {
         let mut window = lock(&self.window);
-        let (since, timeout) = (Instant::now(), window.options.timeout());
+        let (since, timeout) = (Instant::now(), window.options.longest_wait());
         let mut patience = Patience::new(window.rank, &window.options);
         while !window.is_ready() && !window.is_over() {
             let waited = since.elapsed();
