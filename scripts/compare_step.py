@@ -4,12 +4,14 @@
     python3 scripts/compare_step.py
     python3 scripts/compare_step.py --dtype bf16
     python3 scripts/compare_step.py --overlap
+    python3 scripts/compare_step.py --slow-links 100 1000 --models mlp gpt
 
 The first command measures on this machine, with one thread per rank, the step of a plain model on every rank and the step
 with DDP. The loss is the cross entropy of language models, and the mean square of other models' outputs. The second command compares DDP
 steps that compute in bf16 with parameters in f32 (in PyTorch by autocast) with those in f32. The third, which needs root,
 measures candle-ddp alone on two hosts (network namespaces joined by a veth pair). Their link is so slow that communication
-would take 80 % of the backward pass's time; the result shows how much of it the backward pass hides. Results are written to
+would take 80 % of the backward pass's time; the result shows how much of it the backward pass hides. The fourth compares communication
+hooks on two hosts whose link has these numbers of Mbit/s. Results are written to
 benches/results/. The environment variable CANDLE_DDP_PYTHON names the Python interpreter with PyTorch (default: python3);
 without PyTorch, that part is skipped with a message.
 """
@@ -45,6 +47,8 @@ def main():
     program = harness.build_bench("step")
     if options.overlap:
         name, document = "overlap.md", overlap(options, program)
+    elif options.slow_links:
+        name, document = "slow_links.md", slow_links(options, program)
     elif options.dtype == "bf16":
         name, document = "step_bf16.md", mixed(options, program)
     else:
@@ -55,6 +59,7 @@ def main():
 def parse():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--overlap", action="store_true", help="measure two hosts with a slow link instead")
+    parser.add_argument("--slow-links", nargs="+", type=int, metavar="MBIT/S", help="measure hooks on two hosts with such links instead")
     parser.add_argument("--dtype", choices=["f32", "bf16"], default="f32", help="the dtype that models compute in [f32]")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--steps", type=int, help="measured steps of each kind per run [30 for mlp, 5 for resnet18]")
@@ -241,6 +246,33 @@ def overlap(options, program):
                 parts = " | ".join(f"{statistics.median(run[mode][f'{part}_ms'] for run in found):.1f}" for part in PARTS)
                 ratios = [run[mode]["step_ms"] / run["local"]["step_ms"] for run in found]
                 lines.append(f"| {cap} MiB | {title} | {parts} | {spread(ratios, '.3f')} |")
+    return lines
+
+
+def slow_links(options, program):
+    modes = {"ddp": "f32", "bf16-hook": "Bf16Compress", "int8-hook": "Int8Compress", "power-sgd": "PowerSgd, rank 1"}
+    links = " ".join(map(str, options.slow_links))
+    lines = [
+        "# Communication hooks on slow links, 2 ranks on two hosts",
+        "",
+        "Two network namespaces joined by a veth pair whose rate is limited (tc tbf), AdamW, one thread per rank. All kinds of steps "
+        f"alternate in one process. Times are medians in ms over {options.rounds} rounds of the slower rank's median step, with the lowest "
+        "and highest round in brackets. The last row has no limit.",
+        "",
+        *about(options, f"scripts/compare_step.py --slow-links {links}", [f"- Ours: {harness.toolchain()}"]),
+    ]
+    for model in options.models:
+        lines += ["", f"## {MODELS[model]}", "", f"| Mbit/s | {' | '.join(modes.values())} |", "|---|" + "---:|" * len(modes)]
+        for rate in [*options.slow_links, None]:
+            found = []
+            with harness.TwoHosts() as hosts:
+                if rate:
+                    hosts.limit(rate * 1e6 / 8)
+                for number in range(1, options.rounds + 1):
+                    say(f"round {number} of {options.rounds}: {model}, {rate} Mbit/s")
+                    found.append(ours(options, program, model, modes, hosts))
+            cells = (spread([run[mode]["step_ms"] for run in found], ".0f") for mode in modes)
+            lines.append(f"| {rate or '–'} | {' | '.join(cells)} |")
     return lines
 
 

@@ -10,6 +10,7 @@ mod net;
 use candle_core::{DType, Tensor};
 use candle_ddp::amp::Autocast;
 use candle_ddp::backend::nccl::NcclOptions;
+use candle_ddp::comm_hook::{Bf16Compress, Int8Compress, PowerSgd, PowerSgdOptions};
 use candle_ddp::nn::{LoraConfig, MemoryFormat, to_memory_format};
 use candle_ddp::optim::{AdamW, Muon, Optimizer, Parameters, ParamsAdamW, ParamsMuon};
 use candle_ddp::{
@@ -86,6 +87,12 @@ enum Mode {
     Parts,
     /// As ddp, but gradients are averaged after the backward pass.
     After,
+    /// As ddp, with gradients sent in bf16.
+    Bf16Hook,
+    /// As ddp, with gradients sent as 8-bit integers.
+    Int8Hook,
+    /// As ddp, with matrices sent as approximations of rank 1 after the warm-up.
+    PowerSgd,
     /// DistributedDataParallel that leaves out steps whose gradients are not finite.
     Skip,
     /// DistributedDataParallel with virtual ranks: one micro-batch per rank, so their number is that of the ranks.
@@ -198,6 +205,9 @@ impl Mode {
             Self::Ddp => "ddp",
             Self::Parts => "parts",
             Self::After => "after",
+            Self::Bf16Hook => "bf16-hook",
+            Self::Int8Hook => "int8-hook",
+            Self::PowerSgd => "power-sgd",
             Self::Skip => "skip",
             Self::Virtual => "virtual",
             Self::Autocast => "autocast",
@@ -263,6 +273,9 @@ impl Trainer {
             | Mode::Products
             | Mode::Checked
             | Mode::Skip
+            | Mode::Bf16Hook
+            | Mode::Int8Hook
+            | Mode::PowerSgd
             | Mode::Zero
             | Mode::Shard
             | Mode::ShardKept
@@ -284,6 +297,17 @@ impl Trainer {
                 Net::Ddp(DistributedDataParallel::from_vars(pg, net, &varmap, options)?)
             }
         };
+        if let Net::Ddp(ddp) = &net {
+            match mode {
+                Mode::Bf16Hook => ddp.register_comm_hook(Bf16Compress::default())?,
+                Mode::Int8Hook => ddp.register_comm_hook(Int8Compress::default())?,
+                Mode::PowerSgd => {
+                    let options = PowerSgdOptions { start_iter: WARMUP.into(), ..Default::default() };
+                    ddp.register_comm_hook(PowerSgd::new(options)?)?;
+                }
+                _ => {}
+            }
+        }
         let parameters: Vec<_> = match &net {
             Net::Local(_) => {
                 Parameters::from(&varmap).into_iter().filter(|(name, _)| !name.contains("running_")).collect()
