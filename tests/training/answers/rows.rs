@@ -438,7 +438,11 @@ fn layers(rows: &mut Vec<Row>) {
     ));
     for (name, argument) in [("forward_t", "xs"), ("features", "images")] {
         let paths = vec![format!("candle_ddp_vision::models::ResNet::{name}")];
-        rows.push(Row(paths, argument, Test { file: "tests/training/vision_models.rs", call: format!(".{name}(") }));
+        rows.push(Row(
+            paths,
+            argument,
+            Test { file: "crates/candle-ddp-vision/tests/images/models.rs", call: format!(".{name}(") },
+        ));
     }
     ends! { rows:
         "crates/candle-ddp-nn/src/normalise.rs": [

@@ -115,11 +115,9 @@ fn check(cli: &Cli, hosts: &Hosts) -> Result<()> {
 fn variables(names: &[String]) -> Result<Vec<(String, Vec<u8>)>> {
     let value = |name: String| {
         let reason = || format!("{name:?} must be the name of a variable that is set here: export it, or omit it");
-        // Lookups of other names may panic.
-        let is_name = !name.is_empty() && !name.contains(['=', '\0']);
-        let value = is_name.then(|| std::env::var_os(&name)).flatten();
-        let value = value.ok_or_else(|| Error::usage("--env", reason()))?.into_vec();
-        Ok((name, value))
+        let found = candle_ddp_env::beginning_with(&[&name]).into_iter().find(|(found, _)| *found == *name);
+        let (_, value) = found.ok_or_else(|| Error::usage("--env", reason()))?;
+        Ok((name, value.into_vec()))
     };
     names.iter().cloned().map(value).collect()
 }
