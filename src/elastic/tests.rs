@@ -1,5 +1,6 @@
 //! Commits, and which of them ranks take over; ranks are threads.
 #![allow(clippy::unwrap_used)]
+mod averager;
 mod schedules;
 mod shards;
 mod skipped;

@@ -1,23 +1,62 @@
-//! Post-local SGD: ranks train independently, and their weights are averaged periodically.
-use crate::backend::{Purpose, ReduceOp};
+//! Post-local SGD and DiLoCo: ranks train independently, and their weights are averaged periodically.
+mod mean;
+mod outer;
+
+use super::ParamsSgd;
+use super::rule;
 use crate::error::describe;
 use crate::placement::Placement;
 use crate::process_group::ProcessGroup;
 use crate::state::{self, Loader, StateDict};
-use crate::tensor::copy;
-use crate::tensor::pack::packs;
 use crate::variables::Parameters;
 use crate::{Error, Result};
 use candle_core::{Tensor, Var};
+use mean::{AVERAGER, average};
+use outer::Outer;
 use std::collections::HashMap;
-
-static AVERAGER: Purpose = Purpose::of("PeriodicModelAverager::average_parameters");
 
 /// Averages parameters over the ranks every few steps: PyTorch's `PeriodicModelAverager`.
 ///
 /// For post-local SGD, average gradients as usual in the first `warmup_steps` steps; after that, let each rank apply
 /// its own, with a model built from a plain `VarBuilder` and `loss.backward()`. (DDP's `no_sync` is not suitable: it
 /// accumulates gradients from step to step.)
+///
+/// # DiLoCo
+/// With an outer optimizer, an average is not the next parameters but the direction to them, which lets the period be hundreds of
+/// steps ([*DiLoCo*](https://arxiv.org/abs/2311.08105), torchft's `DiLoCo`). The first averaging, in step `warmup_steps`, gives all ranks
+/// the same parameters. In each further one, the difference between these and each rank's present ones, averaged over the ranks, is the
+/// gradient with which SGD updates them; all ranks continue from the result. A rate of 1 without momentum is plain averaging. The paper's
+/// options:
+///
+/// ```
+/// use candle_ddp::nn::linear;
+/// use candle_ddp::optim::{ParamsSgd, PeriodicModelAverager};
+/// use candle_ddp::prelude::*;
+///
+/// fn main() -> Result<()> {
+///     candle_ddp::spawn(2, |pg| {
+///         let varmap = VarMap::new();
+///         let model = linear(4, 1, VarBuilder::from_varmap(&varmap, DType::F32, pg.device()))?;
+///         let mut optimizer = AdamW::new(&varmap, ParamsAdamW::default())?;
+///         let outer = ParamsSgd { lr: 0.7, momentum: 0.9, nesterov: true, ..Default::default() };
+///         let mut averager = PeriodicModelAverager::new(&pg, 500, 0, outer)?;
+///         for _ in 0..1001 {
+///             let x = Tensor::randn(0f32, 1., (8, 4), pg.device())?;
+///             optimizer.step(&model.forward(&x)?.sqr()?.mean_all()?.backward()?)?;
+///             averager.average_parameters(&varmap)?; // sends something in steps 0, 500 and 1000
+///         }
+///         Ok(())
+///     })
+///     .map(drop)
+/// }
+/// ```
+///
+/// The last common parameters and the momentum take 4 bytes per element each (8 for f64), and differences are sent in f32 (f64). The inner
+/// optimizer and its state stay with each rank. Give it parameters only: momentum would carry a batch norm's running variance below zero.
+///
+/// Between two averagings, ranks differ: in a checkpoint, the model and the inner optimizer are then
+/// [`PerRank`](crate::checkpoint::PerRank), while the averager is the same on all ranks. In an [elastic run](crate::elastic), commit when
+/// [`average_parameters`](Self::average_parameters) has returned true: after a death, all ranks, also new ones, continue from the last averaging.
 #[derive(Clone, Debug)]
 pub struct PeriodicModelAverager {
     group: ProcessGroup,
@@ -26,14 +65,26 @@ pub struct PeriodicModelAverager {
     step: u64,
     /// The list of parameters, once all ranks have compared it.
     agreed: Option<String>,
+    outer: Option<Outer>,
 }
 
+/// The kind of its state.
+const KIND: &str = "PeriodicModelAverager";
+
 impl PeriodicModelAverager {
-    /// Averages first in step `warmup_steps`, counted from 0, and then in every `period`-th step. Every rank of `group` must give the same.
+    /// Averages first in step `warmup_steps`, counted from 0, and then in every `period`-th step. With `outer`, the
+    /// options of SGD, it is [DiLoCo](Self#diloco); with None, parameters become their mean. Every rank of `group` must give the same.
     ///
     /// # Errors
-    /// Returns [`Error::InvalidArgument`] for a period of 0.
-    pub fn new(group: &ProcessGroup, period: u64, warmup_steps: u64) -> Result<Self> {
+    /// Returns [`Error::InvalidArgument`] for a period of 0, and for invalid options.
+    pub fn new(
+        group: &ProcessGroup,
+        period: u64,
+        warmup_steps: u64,
+        outer: impl Into<Option<ParamsSgd>>,
+    ) -> Result<Self> {
+        let outer = outer.into();
+        outer.iter().try_for_each(rule::check)?;
         if period == 0 {
             return Err(Error::invalid("period", "it must be at least 1"));
         }
@@ -43,12 +94,13 @@ impl PeriodicModelAverager {
                  DistributedDataParallel alone"
             );
         }
-        Ok(Self { group: group.clone(), period, warmup_steps, step: 0, agreed: None })
+        let outer = outer.map(Outer::new);
+        Ok(Self { group: group.clone(), period, warmup_steps, step: 0, agreed: None, outer })
     }
 
     /// Call this after every optimizer step, on every rank, with the same [parameters](Parameters), such as a `&VarMap` or a
-    /// `&DistributedDataParallel` (whose ignored parameters are averaged as well): replaces them by their mean over the ranks
-    /// if it is due. Returns whether it did. Parameters are matched by name, whatever their order, and those without names by
+    /// `&DistributedDataParallel` (whose ignored parameters are averaged as well): replaces them by their mean over the ranks,
+    /// or by the result of the outer step, if it is due. Returns whether it did. Parameters are matched by name, whatever their order, and those without names by
     /// their place. Variables of integer type are left alone.
     ///
     /// Several sharded models are averaged piece by piece: the group of the averager is then of the ranks that have the same pieces, one of
@@ -57,22 +109,29 @@ impl PeriodicModelAverager {
     /// # Errors
     /// Returns [`Error::Mismatch`] on all ranks if names, shapes, dtypes or the elements of pieces differ, and the errors of
     /// [`ProcessGroup::all_reduce`].
+    ///
+    /// With an outer optimizer also, on all ranks and before anything changes: [`Error::NonFinite`] if a rank's parameters contain a NaN or an
+    /// infinity; [`Error::Mismatch`] for other options of it; [`Error::PartDiffers`] if ranks have loaded different states; and
+    /// [`Error::Parameter`] for a sharded model, and for other parameters than in the first averaging.
     pub fn average_parameters(&mut self, parameters: impl Into<Parameters>) -> Result<bool> {
         let (period, warmup_steps) = (self.period, self.warmup_steps);
         let due = self.step >= warmup_steps && (self.step - warmup_steps).is_multiple_of(period);
-        if due && self.group.world_size() > 1 {
-            let mut parameters: Vec<_> =
-                parameters.into().into_iter().filter(|(_, var)| var.dtype().is_float()).collect();
+        if due && (self.group.world_size() > 1 || self.outer.is_some()) {
+            let Parameters { variables, named } = parameters.into();
+            let mut parameters: Vec<_> = variables.into_iter().filter(|(_, var)| var.dtype().is_float()).collect();
             parameters.sort_by(|a, b| a.0.cmp(&b.0));
             self.check(&parameters)?;
             parameters.retain(|(_, var)| var.elem_count() > 0);
-            average(&self.group, &parameters)?;
+            match &mut self.outer {
+                Some(outer) => outer.step(&self.group, &parameters, named)?,
+                None => average(&self.group, &parameters)?,
+            }
         }
         self.step += 1;
         Ok(due)
     }
 
-    /// Checks that all ranks have the same parameters.
+    /// Checks that all ranks have the same parameters, and the same outer optimizer.
     fn check(&mut self, parameters: &[(String, Var)]) -> Result<()> {
         let line = |(name, var): &(String, Var)| {
             let placement = Placement::of(var);
@@ -82,13 +141,18 @@ impl PeriodicModelAverager {
                 false => whole,
             }
         };
-        let described = parameters.iter().map(line).collect::<Vec<_>>().join("\n");
+        let outer = self.outer.iter().map(|outer| format!("outer {:?}", outer.options));
+        let described = outer.chain(parameters.iter().map(line)).collect::<Vec<_>>().join("\n");
         if self.agreed.as_ref() == Some(&described) {
             return Ok(());
         }
         match AVERAGER.during(|| self.group.compare(Ok(described.clone()), "it has no parameters"))? {
             Some((rank, difference)) => Err(Error::Mismatch { what: "list of parameters", rank, difference }),
             None => {
+                if let Some(outer) = &self.outer {
+                    let state = outer.fingerprint()?;
+                    AVERAGER.during(|| self.group.compare_states(&[(KIND, &state)]))?;
+                }
                 self.agreed = Some(described);
                 Ok(())
             }
@@ -96,40 +160,27 @@ impl PeriodicModelAverager {
     }
 }
 
-/// Replaces every parameter by its mean over the ranks, in few messages.
-fn average(group: &ProcessGroup, parameters: &[(String, Var)]) -> Result<()> {
-    let scale = 1. / group.world_size() as f64;
-    let mut messages = Vec::new();
-    for vars in packs(parameters.iter().map(|(_, var)| var)) {
-        let parts = vars.iter().map(|var| var.as_detached_tensor().flatten_all());
-        let parts = parts.collect::<candle_core::Result<Vec<_>>>()?;
-        // Divided first, like gradients, so that the sum cannot overflow. The product never shares a variable's
-        // storage.
-        let flat = (Tensor::cat(&parts, 0)? * scale)?.detach();
-        let work = AVERAGER.during(|| group.all_reduce_async(&flat, ReduceOp::Sum))?;
-        messages.push((vars, flat, work));
-    }
-    for (vars, flat, work) in messages {
-        work.wait()?;
-        let means = copy::views(&flat, vars.iter().map(|var| var.shape()))?;
-        vars.iter().zip(&means).try_for_each(|(var, mean)| var.set(mean))?;
-    }
-    Ok(())
-}
-
-/// Contains `step`.
+/// Contains `step`; with an outer optimizer also the number of `outer_steps`, and `start.{name}` and `momentum_buffer.{name}` for each
+/// parameter since the first averaging. The program must keep the options itself. The state of an averager without an outer optimizer
+/// loads into one that has it, which then begins with the next averaging.
 impl StateDict for PeriodicModelAverager {
     fn state_dict(&self) -> Result<HashMap<String, Tensor>> {
-        let mut dict = state::begin("PeriodicModelAverager")?;
+        let mut dict = state::begin(KIND)?;
         dict.insert("step".to_string(), state::count(self.step)?);
+        self.outer.iter().try_for_each(|outer| outer.save(&mut dict))?;
         Ok(dict)
     }
 
     fn load_state_dict(&mut self, dict: &HashMap<String, Tensor>) -> Result<()> {
-        let mut loader = Loader::new(dict, "PeriodicModelAverager")?;
+        let mut loader = Loader::new(dict, KIND)?;
         let step = loader.count("step")?;
+        let outer = self.outer.as_ref().map(|outer| Outer::load(&outer.options, &mut loader)).transpose()?;
         loader.finish()?;
         self.step = step;
+        if outer.is_some() {
+            // Other ranks may have loaded another state.
+            (self.outer, self.agreed) = (outer, None);
+        }
         Ok(())
     }
 }

@@ -45,7 +45,7 @@ pub(crate) fn train(pg: &ProcessGroup, tool: &str) -> Result<Vec<f32>> {
         let net = net(VarBuilder::from_varmap(&varmap, DType::F32, pg.device()))?;
         fill(&varmap, 3);
         let mut optimizer = SGD::new(vars(&varmap).to_vec(), 0.3)?;
-        let mut averager = PeriodicModelAverager::new(pg, 2, 1)?;
+        let mut averager = PeriodicModelAverager::new(pg, 2, 1, None)?;
         for _ in 0..STEPS {
             optimizer.step(&loss(net.forward(&x)?)?.backward()?)?;
             averager.average_parameters(&varmap)?;

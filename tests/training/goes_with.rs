@@ -398,7 +398,7 @@ fn train<R: UpdateRule>(
     let of = |rank: usize| if alone { pg.new_group(&[rank]) } else { Ok(None) };
     let own: Vec<_> = (0..pg.world_size()).map(of).collect::<Result<_>>()?;
     let own = own.into_iter().flatten().next();
-    let mut averager = PeriodicModelAverager::new(own.as_ref().unwrap_or(pg), 1, 0)?;
+    let mut averager = PeriodicModelAverager::new(own.as_ref().unwrap_or(pg), 1, 0, None)?;
     let collectives = if has(WithGrad) { Some(pg.with_grad()?) } else { None };
     let options = CheckpointerOptions { resume: true, ..Default::default() };
     let mut checkpointer = Checkpointer::new(pg, folder.join("run"), options)?;

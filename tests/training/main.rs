@@ -56,6 +56,7 @@ mod optim_average;
 mod optim_choice;
 mod optim_golden;
 mod optim_muon;
+mod optim_outer;
 mod optim_own;
 mod optim_state;
 mod quick_start;

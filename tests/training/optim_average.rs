@@ -63,7 +63,7 @@ fn ranks_average_in_the_same_steps_as_pytorch() {
             // Each rank lists them in a different order, as a VarMap may.
             let mut named: Vec<_> = vars.iter().enumerate().map(|(i, var)| (format!("{i}"), var.clone())).collect();
             named.rotate_left(pg.rank());
-            let mut averager = PeriodicModelAverager::new(&pg, 3, 2)?;
+            let mut averager = PeriodicModelAverager::new(&pg, 3, 2, None)?;
             let mut met = Vec::new();
             for step in 0..10 {
                 for (index, var) in vars.iter().enumerate() {
@@ -83,7 +83,7 @@ fn ranks_average_in_the_same_steps_as_pytorch() {
                 }
                 // A loaded averager continues counting.
                 let state = averager.state_dict()?;
-                averager = PeriodicModelAverager::new(&pg, 3, 2)?;
+                averager = PeriodicModelAverager::new(&pg, 3, 2, None)?;
                 averager.load_state_dict(&state)?;
             }
             Ok(met)
@@ -103,7 +103,7 @@ fn large_parameters_travel_in_several_messages() {
             })
             .collect::<candle_core::Result<_>>()?;
         let named: Vec<_> = vars.iter().enumerate().map(|(i, var)| (format!("{i}"), var.clone())).collect();
-        PeriodicModelAverager::new(&pg, 5, 0)?.average_parameters(named.clone())?;
+        PeriodicModelAverager::new(&pg, 5, 0, None)?.average_parameters(named.clone())?;
         for (index, var) in vars.iter().enumerate() {
             let expected = values(5_000_000, 1 + index as u64);
             assert_close(&floats(var), &expected, 1e-6, &format!("variable {index}"));
@@ -111,7 +111,7 @@ fn large_parameters_travel_in_several_messages() {
         Ok(())
     });
     assert!(matches!(
-        try_ranks(1, |pg| PeriodicModelAverager::new(&pg, 0, 0).map(|_| ())),
+        try_ranks(1, |pg| PeriodicModelAverager::new(&pg, 0, 0, None).map(|_| ())),
         Err(Error::InvalidArgument { argument: "period", .. })
     ));
 }
@@ -150,7 +150,7 @@ fn post_local_sgd_averages_gradients_first_and_weights_later() {
         weights[0].set(&Tensor::new(&[[1f32, 2.]], &Device::Cpu)?)?;
         let local = build(VarBuilder::from_varmap(&varmap, DType::F32, &Device::Cpu))?;
         let mut optimizer = SGD::new(weights.clone(), f64::from(RATE))?;
-        let mut averager = PeriodicModelAverager::new(&pg, 2, 2)?;
+        let mut averager = PeriodicModelAverager::new(&pg, 2, 2, None)?;
         let x = Tensor::new(&[x(pg.rank())], &Device::Cpu)?;
         for step in 0..6 {
             let gradients = match step < 2 {
@@ -173,7 +173,7 @@ fn parameters_that_differ_are_an_error_on_all_ranks() {
     ranks(2, |pg| {
         let var = |shape: &[usize]| Var::zeros(shape, DType::F32, pg.device()).unwrap();
         let parameters = vec![("a".to_string(), var(&[3])), ("b".to_string(), var(&[2 + pg.rank()]))];
-        let error = PeriodicModelAverager::new(&pg, 2, 0)?.average_parameters(parameters).unwrap_err();
+        let error = PeriodicModelAverager::new(&pg, 2, 0, None)?.average_parameters(parameters).unwrap_err();
         assert_eq!(
             error.to_string(),
             "the list of parameters of rank 1 differs from that of other ranks: b f32[3] on rank 1, b f32[2] on rank 0. \

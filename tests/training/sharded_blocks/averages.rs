@@ -3,7 +3,7 @@ use super::{Ddp, Optim, made, sharded};
 use crate::common::{ranks, waves};
 use candle_core::{DType, Tensor};
 use candle_ddp::checkpoint::{self, Checkpointer, CheckpointerOptions, StateDict};
-use candle_ddp::optim::{Ema, Optimizer, PeriodicModelAverager};
+use candle_ddp::optim::{Ema, Optimizer, ParamsSgd, PeriodicModelAverager};
 use candle_ddp::{DdpOptions, Error, Precision, ProcessGroup, Result, Sharding};
 use candle_nn::VarMap;
 use std::collections::BTreeMap;
@@ -122,20 +122,23 @@ fn pieces_are_averaged_with_the_same_pieces_of_other_models() {
         let (island, same) = (of([&[0, 1], &[2, 3]])?, of([&[0, 2], &[1, 3]])?);
         let varmap = VarMap::new();
         let (ddp, mut optimizer) = model(&island, &varmap, sharded().sharding)?;
-        let mut averager = PeriodicModelAverager::new(&same, 2, 1)?;
+        let mut averager = PeriodicModelAverager::new(&same, 2, 1, None)?;
         for number in 0..5 {
             step(&ddp, &mut optimizer, 10 * number + pg.rank() as u64 / 2)?;
             assert_eq!(averager.average_parameters(&ddp)?, number % 2 == 1);
         }
         let weights = whole(&island, &varmap, &folder.path().join(format!("{}", pg.rank() / 2)))?;
         // The ranks that have a model together have other pieces.
-        let mut wrong = PeriodicModelAverager::new(&island, 2, 0)?;
+        let mut wrong = PeriodicModelAverager::new(&island, 2, 0, None)?;
         match wrong.average_parameters(&ddp) {
             Err(Error::Mismatch { rank: 1, difference, .. }) => {
                 assert!(difference.contains("head.bias f64[1], elements 0 to 1 on rank 1"), "{difference}");
             }
             other => panic!("{other:?}"),
         }
+        let outer = ParamsSgd { lr: 0.7, ..Default::default() };
+        let error = PeriodicModelAverager::new(&same, 2, 0, outer)?.average_parameters(&ddp).unwrap_err().to_string();
+        assert!(error.contains("average it without an outer optimizer"), "{error}");
         Ok(weights)
     });
     let mut expected = ranks(1, |pg| {
