@@ -29,6 +29,7 @@ use std::collections::HashMap;
 /// options:
 ///
 /// ```
+/// use candle_core::Module;
 /// use candle_ddp::nn::linear;
 /// use candle_ddp::optim::{ParamsSgd, PeriodicModelAverager};
 /// use candle_ddp::prelude::*;
