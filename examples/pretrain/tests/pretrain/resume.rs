@@ -1,0 +1,150 @@
+//! Runs that end after a checkpoint, and continue on another number of ranks.
+use crate::files::{file, u16s};
+use candle_ddp::{Error, Result};
+use clap::Parser;
+use pretrain::{Options, train};
+use std::path::Path;
+use std::sync::Mutex;
+
+const CONTEXT: usize = 8;
+
+/// Options of a tiny model, whose files are in `folder`.
+fn options(folder: &Path, more: &[&str]) -> Options {
+    let text = |name: &str| folder.join(name).display().to_string();
+    let fixed = "--vocabulary 64 --context 8 --width 16 --layers 1 --heads 2 --batch-size 2 --lr 0.01 --warmup 2 --end-of-text 63";
+    let data = [text("first.bin"), text("second.bin")];
+    let mut arguments = vec!["pretrain", "--data", &data[0], &data[1]];
+    arguments.extend(fixed.split(' ').chain(more.iter().copied()));
+    Options::parse_from(arguments)
+}
+
+/// Two files with `windows` windows together.
+fn write(folder: &Path, windows: usize) {
+    let first = windows / 3;
+    for (name, count) in [("first.bin", first), ("second.bin", windows - first)] {
+        file(folder, name, &u16s((0..count * CONTEXT + 1).map(|place| (place * place % 63) as u16)));
+    }
+}
+
+/// The samples that each rank has seen, in their order, in the steps up to `until`, when every rank drops out. The last validation loss.
+fn run(ranks: usize, options: &Options, until: u64) -> (Vec<Vec<usize>>, Option<f64>) {
+    let seen: Vec<Mutex<Vec<usize>>> = (0..ranks).map(|_| Mutex::default()).collect();
+    let losses = candle_ddp::spawn(ranks, |pg| -> Result<Option<f64>> {
+        let ended = train(&pg, options, |step, samples| {
+            if step > until {
+                return Err(Error::InvalidArgument { argument: "test", reason: "killed".to_string() });
+            }
+            seen[pg.rank()].lock().unwrap().extend(samples);
+            Ok(())
+        });
+        match ended {
+            Err(error) if error.to_string().contains("killed") => Ok(None),
+            ended => ended,
+        }
+    });
+    (seen.into_iter().map(|seen| seen.into_inner().unwrap()).collect(), losses.unwrap()[0])
+}
+
+/// The samples in the order of the epoch, in which ranks take turns.
+fn in_turns(seen: &[Vec<usize>]) -> Vec<usize> {
+    let longest = seen.iter().map(Vec::len).max().unwrap_or(0);
+    (0..longest).flat_map(|place| seen.iter().filter_map(move |rank| rank.get(place)).copied()).collect()
+}
+
+#[test]
+fn a_run_that_is_killed_on_two_ranks_continues_on_three_with_every_window_once() {
+    let folder = tempfile::tempdir().unwrap();
+    // 3 steps of 2 ranks and 4 of 3 ranks, of 2 windows each.
+    write(folder.path(), 3 * 4 + 4 * 6);
+    let (alone, _) = run(1, &options(folder.path(), &["--steps", "18"]), 18);
+    let mut sorted = alone[0].clone();
+    sorted.sort_unstable();
+    assert_eq!(sorted, (0..36).collect::<Vec<_>>());
+
+    let checkpoints = folder.path().join("checkpoints").display().to_string();
+    let more = ["--steps", "7", "--checkpoints", &checkpoints, "--checkpoint-every", "3"];
+    let options = options(folder.path(), &more);
+    // The checkpoint is of step 3; two more steps are lost.
+    let (before, _) = run(2, &options, 5);
+    let before: Vec<_> = before.into_iter().map(|rank| rank[..6].to_vec()).collect();
+    let (after, _) = run(3, &options, 7);
+    assert_eq!(after[0].len(), 8);
+    let seen = [in_turns(&before), in_turns(&after)].concat();
+    assert_eq!(seen, alone[0]);
+}
+
+#[test]
+fn packed_documents_are_seen_once_as_well_with_accumulation_and_an_evaluation() {
+    let folder = tempfile::tempdir().unwrap();
+    // 60 documents of 2 to 8 tokens, the last of which is 63.
+    let documents: Vec<Vec<u16>> =
+        (0..60).map(|index| [vec![index; 1 + index as usize % 7], vec![63]].concat()).collect();
+    file(folder.path(), "first.bin", &u16s(documents[..20].concat()));
+    file(folder.path(), "second.bin", &u16s(documents[20..].concat()));
+    let checkpoints = folder.path().join("checkpoints").display().to_string();
+    let validation = folder.path().join("first.bin").display().to_string();
+    let more = [
+        "--pack",
+        "--model",
+        "llama",
+        "--optimizer",
+        "muon",
+        "--accumulate",
+        "2",
+        "--checkpoints",
+        &checkpoints,
+        "--checkpoint-every",
+        "2",
+        "--steps",
+        "4",
+        "--validation",
+        &validation,
+        "--evaluate-every",
+        "2",
+        "--sample",
+        "3",
+        "--shard",
+        "optimizer",
+    ];
+    let options = options(folder.path(), &more);
+    let (before, _) = run(2, &options, 2);
+    let (after, loss) = run(3, &options, 4);
+    let mut seen = [before.concat(), after.concat()].concat();
+    seen.sort_unstable();
+    let count = seen.len();
+    seen.dedup();
+    assert_eq!((seen, count), ((0..60).collect(), 60));
+    // At the beginning, it is ln 64 = 4.16.
+    assert!(loss.unwrap() < 4.1, "{loss:?}");
+}
+
+#[test]
+fn sharded_blocks_and_autocast_learn_a_text() {
+    let folder = tempfile::tempdir().unwrap();
+    write(folder.path(), 36);
+    let validation = folder.path().join("first.bin").display().to_string();
+    let logs = folder.path().join("logs");
+    let log_dir = logs.display().to_string();
+    let more = [
+        "--model",
+        "llama",
+        "--key-heads",
+        "1",
+        "--shard",
+        "blocks",
+        "--autocast",
+        "--steps",
+        "20",
+        "--validation",
+        &validation,
+        "--sample",
+        "4",
+        "--log-dir",
+        &log_dir,
+        "--workers",
+        "0",
+    ];
+    let (_, loss) = run(2, &options(folder.path(), &more), 20);
+    assert!(loss.unwrap() < 3.5, "{loss:?}");
+    assert_eq!(std::fs::read_dir(logs).unwrap().count(), 1);
+}
