@@ -15,7 +15,6 @@ const PACKING_WINDOW: usize = 32;
 /// How files are cut into samples.
 #[derive(Clone, Copy, Debug)]
 pub struct Cut {
-    pub format: Format,
     /// Tokens must be below this.
     pub vocabulary: usize,
     /// The number of tokens that the model sees.
@@ -47,11 +46,12 @@ impl Tokens {
     /// # Errors
     /// The errors of [`TokenFile::open`]; [`Error::Io`] for a file that is too short for a window; [`Error::InvalidArgument`] if there is
     /// no file, or no document of two tokens.
-    pub fn open<P: AsRef<Path>>(argument: &'static str, paths: &[P], cut: Cut) -> Result<Self> {
-        if paths.is_empty() {
+    pub fn open<P: AsRef<Path>>(argument: &'static str, files: &[(P, Format)], cut: Cut) -> Result<Self> {
+        if files.is_empty() {
             return Err(Error::invalid(argument, "it must name at least one file"));
         }
-        let files = paths.iter().map(|path| TokenFile::open(path.as_ref(), cut.format)).collect::<Result<Vec<_>>>()?;
+        let open = |(path, format): &(P, Format)| TokenFile::open(path.as_ref(), *format);
+        let files = files.iter().map(open).collect::<Result<Vec<_>>>()?;
         let samples = match cut.end_of_text {
             None => Samples::windows(&files, cut.context)?,
             Some(end_of_text) => Samples::documents(&files, cut.context, end_of_text)?,

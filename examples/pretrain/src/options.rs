@@ -1,6 +1,7 @@
 //! The program's options.
 use crate::data::Cut;
 use crate::model::Config;
+use crate::parquet::Column;
 use crate::tokens::Format;
 use clap::{Parser, ValueEnum};
 use std::num::NonZeroUsize;
@@ -9,14 +10,24 @@ use std::path::PathBuf;
 /// Pretrain a GPT or a Llama from shards of tokens on all ranks that the launcher starts.
 #[derive(Parser, Clone, Debug)]
 pub struct Options {
-    /// Files of tokens, in their order.
+    /// Files of tokens or Parquet files, in their order.
     #[arg(long, required = true, num_args = 1.., value_name = "FILE")]
     pub data: Vec<PathBuf>,
-    /// Files of tokens for evaluation.
+    /// Files for evaluation.
     #[arg(long, num_args = 1.., value_name = "FILE")]
     pub validation: Vec<PathBuf>,
+    /// The layout of the files of tokens.
     #[arg(long, value_enum, default_value = "auto")]
     pub format: Format,
+    /// The column of the Parquet files: texts, or lists of tokens.
+    #[arg(long, default_value = "text")]
+    pub column: String,
+    /// The `tokenizer.json` for texts. Without one, each byte is a token, and --vocabulary is 257 for example, and --end-of-text 256.
+    #[arg(long, value_name = "FILE")]
+    pub tokenizer: Option<PathBuf>,
+    /// A folder on each host for the tokens of Parquet files, which are written there once.
+    #[arg(long, value_name = "FOLDER")]
+    pub cache: Option<PathBuf>,
     /// Train on documents, several of which share a row, instead of on windows.
     #[arg(long)]
     pub pack: bool,
@@ -63,7 +74,7 @@ pub struct Options {
     /// The number of tokens that the model draws after each evaluation.
     #[arg(long, default_value_t = 0, value_name = "TOKENS")]
     pub sample: usize,
-    /// Print the drawn tokens as text, of which each is a byte.
+    /// Print the drawn tokens as text, of which each is a byte. Unnecessary with --tokenizer.
     #[arg(long)]
     pub bytes: bool,
     /// Save checkpoints to this folder, and continue from the newest one there.
@@ -103,6 +114,15 @@ pub enum Shard {
 impl Options {
     pub(crate) fn cut(&self) -> Cut {
         let Config { vocabulary, context, .. } = self.config;
-        Cut { format: self.format, vocabulary, context, end_of_text: self.pack.then_some(self.end_of_text) }
+        Cut { vocabulary, context, end_of_text: self.pack.then_some(self.end_of_text) }
+    }
+
+    pub(crate) fn column(&self) -> Column {
+        Column {
+            name: self.column.clone(),
+            tokenizer: self.tokenizer.clone(),
+            vocabulary: self.config.vocabulary,
+            end_of_text: self.end_of_text,
+        }
     }
 }

@@ -162,6 +162,15 @@ fn parse_header(map: &[u8]) -> Result<(Width, usize), String> {
     Ok((*width, count as usize))
 }
 
+/// The header of a file with so many tokens.
+pub(crate) fn header(width: Width, count: u32) -> Vec<u8> {
+    let fits = |(_, _, of): &&(u32, u32, Width)| *of == width;
+    let numbers = HEADERS.iter().find(fits).map(|(magic, version, _)| [*magic, *version, count]);
+    let mut header: Vec<u8> = numbers.iter().flatten().flat_map(|number| number.to_le_bytes()).collect();
+    header.resize(HEADER_BYTES, 0);
+    header
+}
+
 pub(crate) fn broken(path: &Path, reason: &str) -> Error {
     Error::io(path.display().to_string(), io::Error::new(io::ErrorKind::InvalidData, reason))
 }

@@ -2,6 +2,7 @@
 use crate::data::{Loading, TokenBatch, Tokens};
 use crate::model::{Model, is_bare, is_embedding};
 use crate::options::{Kind, Options, Shard};
+use crate::parquet::text;
 use crate::sample::draw;
 use candle_core::DType;
 use candle_core::backprop::GradStore;
@@ -18,6 +19,7 @@ use candle_ddp::{
     nn,
 };
 use candle_nn::VarMap;
+use std::path::PathBuf;
 
 type Loader = DataLoader<Tokens, TokenBatch>;
 
@@ -97,7 +99,11 @@ fn steps<O: Optimizer>(
         is_training: true,
         is_in_step: options.shard == Shard::Blocks,
     };
-    let tokens = Tokens::open("--data", &options.data, options.cut())?;
+    let open = |argument, paths: &[PathBuf]| {
+        let files = options.column().files(pg, paths, options.format, options.cache.as_deref())?;
+        Tokens::open(argument, &files, options.cut())
+    };
+    let tokens = open("--data", &options.data)?;
     if is_first {
         println!("{} tokens in {} files", tokens.count(), options.data.len());
     }
@@ -105,7 +111,7 @@ fn steps<O: Optimizer>(
     let validation = match options.validation.is_empty() {
         true => None,
         false => {
-            let tokens = Tokens::open("--validation", &options.validation, options.cut())?;
+            let tokens = open("--validation", &options.validation)?;
             Some(tokens.loader(pg, Loading { is_training: false, ..loading })?)
         }
     };
@@ -236,9 +242,10 @@ fn evaluate(
         let tokens = draw(ddp, options.config.context, first, options.sample, options.seed)?;
         if pg.rank() == 0 {
             let bytes: Vec<u8> = tokens.iter().map(|token| *token as u8).collect();
-            match options.bytes {
-                true => println!("{}", String::from_utf8_lossy(&bytes)),
-                false => println!("{tokens:?}"),
+            match (&options.tokenizer, options.bytes) {
+                (Some(file), _) => println!("{}", text(file, &tokens)?),
+                (None, true) => println!("{}", String::from_utf8_lossy(&bytes)),
+                (None, false) => println!("{tokens:?}"),
             }
         }
     }

@@ -1,5 +1,6 @@
 //! Files of tokens that are whole, and files that are not.
 use crate::files::{file, u16s, u32s};
+use candle_ddp::Result;
 use candle_ddp::data::Dataset;
 use candle_ddp::seed::Generator;
 use pretrain::{Cut, Format, TokenFile, Tokens};
@@ -102,11 +103,16 @@ fn a_file_that_has_become_shorter_is_an_error_and_not_a_signal() {
 }
 
 fn cut(context: usize, end_of_text: Option<u32>) -> Cut {
-    Cut { format: Format::Auto, vocabulary: 1000, context, end_of_text }
+    Cut { vocabulary: 1000, context, end_of_text }
+}
+
+fn open(paths: &[PathBuf], cut: Cut) -> Result<Tokens> {
+    let files: Vec<_> = paths.iter().map(|path| (path, Format::Auto)).collect();
+    Tokens::open("--data", &files, cut)
 }
 
 fn samples(paths: &[PathBuf], cut: Cut) -> Vec<Vec<u32>> {
-    let tokens = Tokens::open("--data", paths, cut).unwrap();
+    let tokens = open(paths, cut).unwrap();
     (0..tokens.len()).map(|index| tokens.get(index, &mut Generator::new(0)).unwrap()).collect()
 }
 
@@ -133,7 +139,7 @@ fn documents_end_with_their_token_and_are_cut_at_the_context() {
 fn files_without_samples_are_errors() {
     let folder = tempfile::tempdir().unwrap();
     let short = file(folder.path(), "short.bin", &u16s([1, 2, 3]));
-    let error = |paths: &[PathBuf], cut| Tokens::open("--data", paths, cut).unwrap_err().to_string();
+    let error = |paths: &[PathBuf], cut| open(paths, cut).unwrap_err().to_string();
     let text = error(std::slice::from_ref(&short), cut(3, None));
     assert!(text.contains("short.bin: it must have more tokens than the context, 3, but it has 3"), "{text}");
     assert_eq!(error(&[], cut(3, None)), "--data: it must name at least one file");
