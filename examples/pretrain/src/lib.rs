@@ -3,6 +3,7 @@ mod data;
 #[path = "../../char_gpt/block.rs"]
 mod gpt;
 mod llama;
+mod measure;
 mod model;
 mod options;
 mod parquet;

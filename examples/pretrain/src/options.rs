@@ -85,6 +85,9 @@ pub struct Options {
     /// Write event files for TensorBoard to this folder.
     #[arg(long, value_name = "FOLDER")]
     pub log_dir: Option<PathBuf>,
+    /// Read this many batches on each rank before the training, and compare the speed with that of the steps at the end.
+    #[arg(long, value_name = "BATCHES")]
+    pub measure_data: Option<NonZeroUsize>,
     /// Print the loss whenever this many steps have been made.
     #[arg(long, default_value = "10", value_name = "STEPS")]
     pub print_every: NonZeroUsize,

@@ -1,5 +1,6 @@
 //! The training loop.
 use crate::data::{Loading, TokenBatch, Tokens};
+use crate::measure::{compare, measure};
 use crate::model::{Model, is_bare, is_embedding};
 use crate::options::{Kind, Options, Shard};
 use crate::parquet::text;
@@ -108,6 +109,11 @@ fn steps<O: Optimizer>(
         println!("{} tokens in {} files", tokens.count(), options.data.len());
     }
     let loader = tokens.loader(pg, loading)?;
+    // By another loader: that of the training stays where it is.
+    let reading = match options.measure_data {
+        Some(batches) => Some(measure(pg, &open("--data", &options.data)?.loader(pg, loading)?, batches.get())?),
+        None => None,
+    };
     let validation = match options.validation.is_empty() {
         true => None,
         false => {
@@ -189,6 +195,12 @@ fn steps<O: Optimizer>(
                 }
                 return Ok(last);
             }
+        }
+    }
+    if let Some(reading) = reading {
+        let training = throughput.compute(pg)?.units_per_second;
+        if is_first {
+            println!("{}", compare(reading, training));
         }
     }
     if let Some(mut checkpointer) = checkpointer {

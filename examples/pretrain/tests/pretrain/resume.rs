@@ -3,7 +3,9 @@ use crate::files::{file, u16s};
 use candle_ddp::{Error, Result};
 use clap::Parser;
 use pretrain::{Options, train};
+use std::io::{BufRead, BufReader};
 use std::path::Path;
+use std::process::{Command, Stdio};
 use std::sync::Mutex;
 
 const CONTEXT: usize = 8;
@@ -56,7 +58,7 @@ fn a_run_that_is_killed_on_two_ranks_continues_on_three_with_every_window_once()
     let folder = tempfile::tempdir().unwrap();
     // 3 steps of 2 ranks and 4 of 3 ranks, of 2 windows each.
     write(folder.path(), 3 * 4 + 4 * 6);
-    let (alone, _) = run(1, &options(folder.path(), &["--steps", "18"]), 18);
+    let (alone, _) = run(1, &options(folder.path(), &["--steps", "18", "--measure-data", "30"]), 18);
     let mut sorted = alone[0].clone();
     sorted.sort_unstable();
     assert_eq!(sorted, (0..36).collect::<Vec<_>>());
@@ -147,4 +149,51 @@ fn sharded_blocks_and_autocast_learn_a_text() {
     let (_, loss) = run(2, &options(folder.path(), &more), 20);
     assert!(loss.unwrap() < 3.5, "{loss:?}");
     assert_eq!(std::fs::read_dir(logs).unwrap().count(), 1);
+}
+
+#[test]
+fn processes_that_get_sigterm_save_and_continue_on_another_number_of_ranks() {
+    let ddprun = Path::new(env!("CARGO_BIN_EXE_pretrain")).with_file_name("ddprun");
+    if !ddprun.exists() {
+        eprintln!("skipped: {} was not built", ddprun.display());
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    write(folder.path(), 36);
+    let text = |name: &str| folder.path().join(name).display().to_string();
+    let (data, checkpoints) = (text("second.bin"), text("checkpoints"));
+    let start = |ranks: usize, steps: &str| {
+        let fixed =
+            "--vocabulary 64 --context 8 --width 16 --layers 1 --heads 2 --batch-size 2 --print-every 1 --model llama";
+        let mut command = Command::new(&ddprun);
+        command.arg(format!("--nproc-per-node={ranks}")).arg(env!("CARGO_BIN_EXE_pretrain")).args(fixed.split(' '));
+        command.args([
+            "--data",
+            &data,
+            "--checkpoints",
+            &checkpoints,
+            "--checkpoint-every",
+            "1000000",
+            "--steps",
+            steps,
+        ]);
+        command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+    };
+    // It would not end by itself. It has had some epochs when it is stopped, without a checkpoint.
+    let mut child = start(2, "100000000");
+    let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
+    assert!(lines.by_ref().any(|line| line.unwrap().contains("step 20, epoch")));
+    assert!(Command::new("kill").arg(child.id().to_string()).status().unwrap().success());
+    lines.for_each(drop);
+    child.wait().unwrap();
+    let saved = std::fs::read_dir(&checkpoints).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
+    let steps: Vec<u64> = saved.filter_map(|name| name.strip_prefix("step-")?.parse().ok()).collect();
+    let [step] = steps[..] else { panic!("there must be one checkpoint, not {steps:?}") };
+    assert!(step >= 20);
+
+    let output = start(3, &(step + 4).to_string()).wait_with_output().unwrap();
+    let text = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success(), "{output:?}");
+    assert!(text.contains(&format!("continuing after step {step}\n")), "{text}");
+    assert!(text.contains(&format!("step {}, epoch", step + 4)), "{text}");
 }
