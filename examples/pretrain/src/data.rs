@@ -164,7 +164,7 @@ impl Dataset for Tokens {
     }
 }
 
-/// What the model gets.
+/// The input of the model.
 #[derive(Debug, Clone)]
 pub enum TokenBatch {
     /// Tokens u32\[B, T\], and those that follow each of them.

@@ -24,7 +24,7 @@ use std::path::PathBuf;
 
 type Loader = DataLoader<Tokens, TokenBatch>;
 
-/// What training changes, which is what a checkpoint holds.
+/// The state that training changes and that a checkpoint holds.
 struct Training<O> {
     varmap: VarMap,
     optimizer: O,
@@ -109,7 +109,7 @@ fn steps<O: Optimizer>(
         println!("{} tokens in {} files", tokens.count(), options.data.len());
     }
     let loader = tokens.loader(pg, loading)?;
-    // By another loader: that of the training stays where it is.
+    // With another loader, so that the training's loader keeps its position.
     let reading = match options.measure_data {
         Some(batches) => Some(measure(pg, &open("--data", &options.data)?.loader(pg, loading)?, batches.get())?),
         None => None,

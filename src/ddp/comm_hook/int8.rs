@@ -22,7 +22,7 @@ use std::collections::HashMap;
 /// errors kept from earlier passes keep the old scale.
 #[derive(Debug, Default)]
 pub struct Int8Compress {
-    /// What this rank has not sent of each parameter's gradient, flat, in the dtype of the calculation, as a part of the mean.
+    /// The part of each parameter's gradient that this rank has not sent, flat, in the dtype of the calculation, as a part of the mean.
     errors: HashMap<String, Tensor>,
     bytes: u64,
 }
@@ -82,7 +82,7 @@ struct InFlight {
 }
 
 impl Int8Compress {
-    /// What was not sent of a bucket's gradients in the last pass, flat. None if nothing is known of any.
+    /// The part that was not sent of a bucket's gradients in the last pass, flat. None if nothing is known of any.
     fn error(&self, bucket: &GradBucket, dtype: DType) -> Result<Option<Tensor>> {
         let mut parts = Vec::new();
         for (gradient, name) in bucket.gradients().iter().zip(bucket.names()) {

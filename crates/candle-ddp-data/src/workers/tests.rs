@@ -345,7 +345,7 @@ fn each_batch_is_an_error_while_all_workers_are_stuck_and_then_they_go_on() {
         assert!(matches!(error, Error::LoaderTimedOut { worker: 0, index: 0, .. }), "{error}");
     }
     door.open.store(true, Ordering::SeqCst);
-    // The worker may need longer than the time-out to go on.
+    // The worker may need longer than the time-out to continue.
     wait_for("the last batch", || workers.is_ready());
     assert_eq!(workers.next().unwrap().unwrap(), [4]);
     assert!(workers.next().is_none());
