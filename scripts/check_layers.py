@@ -54,7 +54,7 @@ LAYERS = {
         ["meeting"],
     ],
     ROOT / "crates/candle-ddp-engine/src": [
-        ["arrival", "flight_recorder", "hosts", "operation", "options", "question", "reduce_op", "texts"],
+        ["arrival", "flight_recorder", "hosts", "operation", "options", "question", "reduce_op", "texts", "wait"],
         ["label", "shape"],
         ["call_site"],
         ["call"],

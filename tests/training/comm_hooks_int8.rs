@@ -138,7 +138,7 @@ fn what_is_rounded_away_comes_later() {
             Ok(sum)
         });
         for (number, sum) in sums[0].iter().enumerate() {
-            // What is pending is less than one rounding of each stage.
+            // The pending part is less than one rounding of each stage.
             let mean = (0..world).map(|rank| value(rank, number)).sum::<f64>() / world as f64;
             let expected = f64::from(steps) * mean;
             assert!((f64::from(*sum) - expected).abs() < 2. / 127., "{world} ranks, {number}: {sum}, not {expected}");

@@ -226,6 +226,6 @@ fn a_shard_on_a_disk_that_does_not_answer_ends_the_run_on_all_ranks() {
     assert!(matches!(&error, Error::LoaderTimedOut { rank: 1, .. }), "{error:?}");
     let told = told.into_inner().unwrap();
     assert!(told.starts_with("rank 1 ended the group: ") && told.contains("in Dataset::get of sample "), "{told}");
-    // The workers go on.
+    // The workers continue.
     drop(std::fs::File::options().read(true).write(true).open(&path).unwrap());
 }

@@ -9,13 +9,14 @@ use crate::flight_recorder::{CallRecord, FlightRecorder, Recorded};
 use crate::gone::{self, Ended, Gone, News};
 use crate::hosts::Hosts;
 use crate::memory::LockWaits;
-use crate::panic::{lock, wait_timeout};
+use crate::panic::lock;
 use crate::shm::{Life, ShmGroup, Sleeper};
 use crate::standing::{Membership, Thread, Wait, strangers};
 use crate::state::{Peer, State};
 use crate::tcp::control::Control;
 use crate::tcp::frame::Frame;
 use crate::tcp::transport::Transport;
+use crate::wait::wait_until;
 use crate::warnings::warn_aloud;
 use candle_ddp_rendezvous::json::encode;
 use rustix::thread::Pid;
@@ -277,18 +278,8 @@ impl Group {
     }
 
     /// Waits until `found` returns something, at most until `deadline`.
-    pub(crate) fn wait_until<T>(&self, deadline: Instant, mut found: impl FnMut(&mut State) -> Option<T>) -> Option<T> {
-        let mut state = lock(&self.state);
-        loop {
-            if let Some(result) = found(&mut state) {
-                return Some(result);
-            }
-            let left = deadline.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                return None;
-            }
-            state = wait_timeout(&self.changed, state, left);
-        }
+    pub(crate) fn wait_until<T>(&self, deadline: Instant, found: impl FnMut(&mut State) -> Option<T>) -> Option<T> {
+        wait_until(&self.state, &self.changed, deadline, found)
     }
 
     /// Tells all peers that this rank leaves, unless the group has failed, which they already know. Returns once those of

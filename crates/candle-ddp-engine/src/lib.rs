@@ -44,6 +44,7 @@ mod state;
 mod tcp;
 mod texts;
 mod transport_error;
+mod wait;
 mod work_queue;
 
 use candle_ddp_base::{deadline, descriptors, host, panic, random, thread, warnings};

@@ -61,7 +61,7 @@ fn indices_are_pytorchs() {
 
 /// PyTorch's two ways to shuffle, at the size where it goes over from one to the other.
 #[test]
-#[ignore = "1 GB of memory, and minutes in a debug build: cargo test --release --test training -- --ignored"]
+#[ignore = "1 GB of memory, and minutes in a debug build: cargo test --release -p candle-ddp-data --test data -- --ignored"]
 fn permutations_of_hundreds_of_millions_are_pytorchs() {
     let golden = golden();
     for row in golden["large"].as_array().unwrap() {

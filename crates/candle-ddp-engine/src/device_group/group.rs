@@ -4,8 +4,9 @@ use crate::deadline::{deadline_after, deadline_from};
 use crate::error::Failure;
 use crate::failure::{CallHistory, ExpiredCall, ProgressReport};
 use crate::flight_recorder::{CallRecord, Recorded, Recording};
-use crate::panic::{lock, wait, wait_timeout};
+use crate::panic::{lock, wait};
 use crate::standing::{Membership, Thread, Wait};
+use crate::wait::wait_until;
 use crate::{Call, Channel};
 use rustix::thread::Pid;
 use std::collections::{BTreeSet, HashMap, HashSet};
@@ -405,18 +406,8 @@ impl DeviceGroup {
         Failure::PeerFailed { peer: self.rank, reason: "the cause is not known".to_string() }
     }
 
-    pub(super) fn wait_until<T>(&self, deadline: Instant, mut found: impl FnMut(&mut State) -> Option<T>) -> Option<T> {
-        let mut state = self.state();
-        loop {
-            if let Some(result) = found(&mut state) {
-                return Some(result);
-            }
-            let left = deadline.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                return None;
-            }
-            state = wait_timeout(&self.changed, state, left);
-        }
+    pub(super) fn wait_until<T>(&self, deadline: Instant, found: impl FnMut(&mut State) -> Option<T>) -> Option<T> {
+        wait_until(&self.state, &self.changed, deadline, found)
     }
 }
 
