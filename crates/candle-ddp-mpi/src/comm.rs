@@ -177,7 +177,8 @@ impl<T> Drop for Lent<T> {
     }
 }
 
-const TAG: c_int = 0;
+/// The tag of all messages: those of the program and those of the engine have communicators of their own.
+pub(crate) const TAG: c_int = 0;
 
 /// A message of the engine itself to another rank, in flight.
 pub(crate) struct Notice(Lent<Box<[u8]>>);
