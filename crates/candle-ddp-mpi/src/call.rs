@@ -48,7 +48,7 @@ fn other_parts(rank: usize, world_size: usize, count: usize) -> Parts {
 /// A call that was checked, and how far it is.
 pub(crate) struct Call {
     /// Keeps the tensors alive. MPI uses their memory until the call is over.
-    collective: Collective,
+    pub(crate) collective: Collective,
     memory: Memory,
     /// For an all-to-all whose output lacks this rank's own part.
     parts: Option<Parts>,

@@ -1,11 +1,9 @@
-use crate::call::Call;
 use crate::comm::Comm;
 use crate::group::Group;
 use crate::lifetime::library;
 use crate::lock::lock;
 use crate::options::MpiOptions;
-use crate::queues::{Channel, Outcome};
-use candle_core::Device;
+use crate::queues::Outcome;
 use candle_ddp::backend::{Collective, Communicator, Completion, Split};
 use candle_ddp::rendezvous::Store;
 use candle_ddp::{Error, Failure, Result, Work};
@@ -74,18 +72,6 @@ impl MpiCommunicator {
         Ok(Self { group: Group::new(own, options)?, thread: Mutex::default() })
     }
 
-    /// Checks the call and puts it into its queue.
-    fn put(&self, collective: Collective) -> Result<Arc<Outcome>> {
-        let (rank, world_size) = (self.rank(), self.world_size());
-        collective.check(rank, world_size, &Device::Cpu)?;
-        let channel = match &collective {
-            Collective::Send { peer, .. } => Channel::SendTo(*peer),
-            Collective::Recv { peer, .. } => Channel::RecvFrom(*peer),
-            _ => Channel::Collectives,
-        };
-        self.group.put(channel, Call::new(rank, world_size, collective, self.group.options.piece_bytes)?)
-    }
-
     fn ensure_thread(&self) -> Result<()> {
         let mut thread = lock(&self.thread);
         if thread.is_none() {
@@ -110,13 +96,13 @@ impl Communicator for MpiCommunicator {
 
     fn start(&self, collective: Collective) -> Result<Work> {
         self.ensure_thread()?;
-        let outcome = self.put(collective)?;
+        let outcome = self.group.put(collective)?;
         self.group.wake();
         Ok(Work::new(Pending { outcome, group: self.group.clone() }))
     }
 
     fn run(&self, collective: Collective) -> Result<()> {
-        let outcome = self.put(collective)?;
+        let outcome = self.group.put(collective)?;
         self.group.wait(&outcome)
     }
 

@@ -7,8 +7,10 @@ use crate::lock::lock;
 use crate::notice::Notice;
 use crate::options::MpiOptions;
 use crate::patience::Patience;
-use crate::queues::{Channel, Outcome, Queues};
+use crate::queues::{Outcome, Queues};
 use crate::retired;
+use candle_core::Device;
+use candle_ddp::backend::Collective;
 use candle_ddp::{Error, Failure, Result};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError, TryLockError};
@@ -73,13 +75,15 @@ impl Group {
         }))
     }
 
-    /// Puts a call into its queue.
-    pub(crate) fn put(&self, channel: Channel, call: Call) -> Result<Arc<Outcome>> {
+    /// Checks a call and puts it into its queue.
+    pub(crate) fn put(&self, collective: Collective) -> Result<Arc<Outcome>> {
+        collective.check(self.rank, self.world_size, &Device::Cpu)?;
+        let call = Call::new(self.rank, self.world_size, collective, self.options.piece_bytes)?;
         let mut state = lock(&self.state);
         if let Some(failure) = &state.failure {
             return Err(failure.clone().into());
         }
-        Ok(state.queues.put(channel, call))
+        Ok(state.queues.put(call))
     }
 
     /// Tells the thread in [`work`](Self::work) that there is a call. (This costs a system call, so not for calls that the
@@ -268,7 +272,7 @@ impl Group {
         self.tell(&mut state, |queues, peer| Notice::Left(queues.counts(peer)));
         if let Some(notices) = state.notices.take() {
             let outgoing = std::mem::take(&mut state.outgoing);
-            let expected = self.world_size - 1 - state.queues.have_left();
+            let expected = self.world_size - 1 - state.queues.left;
             retired::retire(retired::Retired { comms: [self.comm, self.control], notices, outgoing, expected });
         }
     }

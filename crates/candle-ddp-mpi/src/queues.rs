@@ -4,20 +4,13 @@ use crate::call::Call;
 use crate::comm::Comm;
 use crate::library::MpiError;
 use candle_ddp::Failure;
+use candle_ddp::backend::Collective;
 use std::collections::VecDeque;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 /// How a call ended, and when it ran.
 pub(crate) type Outcome = OnceLock<(Result<(), Failure>, (Instant, Instant))>;
-
-/// A queue of calls, as the trait orders them.
-#[derive(Clone, Copy)]
-pub(crate) enum Channel {
-    Collectives,
-    SendTo(usize),
-    RecvFrom(usize),
-}
 
 struct Job {
     call: Call,
@@ -31,6 +24,8 @@ struct Queue {
     jobs: VecDeque<Job>,
     /// The sequence number of the last call that was put in, from 1.
     last: u64,
+    /// The rank that has left after the fewest of these calls, and how many it had made.
+    left: Option<(usize, u64)>,
 }
 
 impl Queue {
@@ -46,25 +41,25 @@ pub(crate) struct Queues {
     queues: Vec<Queue>,
     /// The queues that have calls.
     busy: Vec<usize>,
-    /// By rank, how many collectives, messages to this rank and messages from this rank it had made when it left.
-    left: Vec<Option<[u64; 3]>>,
+    /// The number of ranks that have left.
+    pub(crate) left: usize,
 }
 
 impl Queues {
     pub(crate) fn new(world_size: usize) -> Self {
         let queues = (0..=2 * world_size).map(|_| Queue::default()).collect();
-        Self { world_size, queues, busy: Vec::new(), left: vec![None; world_size] }
+        Self { world_size, queues, busy: Vec::new(), left: 0 }
     }
 
     pub(crate) fn are_empty(&self) -> bool {
         self.busy.is_empty()
     }
 
-    pub(crate) fn put(&mut self, channel: Channel, call: Call) -> Arc<Outcome> {
-        let index = match channel {
-            Channel::Collectives => 0,
-            Channel::SendTo(peer) => 1 + peer,
-            Channel::RecvFrom(peer) => 1 + self.world_size + peer,
+    pub(crate) fn put(&mut self, call: Call) -> Arc<Outcome> {
+        let index = match call.collective {
+            Collective::Send { peer, .. } => self.shared_with(peer)[1],
+            Collective::Recv { peer, .. } => self.shared_with(peer)[2],
+            _ => 0,
         };
         let (queue, outcome) = (&mut self.queues[index], Arc::new(Outcome::new()));
         queue.last += 1;
@@ -98,19 +93,24 @@ impl Queues {
         Ok(())
     }
 
+    /// The queues of the collectives, the messages to `peer`, and those from it.
+    fn shared_with(&self, peer: usize) -> [usize; 3] {
+        [0, 1 + peer, 1 + self.world_size + peer]
+    }
+
     /// The counts for a notice to `peer` that this rank leaves.
     pub(crate) fn counts(&self, peer: usize) -> [u64; 3] {
-        [0, 1 + peer, 1 + self.world_size + peer].map(|index| self.queues[index].last)
+        self.shared_with(peer).map(|index| self.queues[index].last)
     }
 
-    pub(crate) fn note_left(&mut self, peer: usize, counts: [u64; 3]) {
-        if let Some(left) = self.left.get_mut(peer) {
-            *left = Some(counts);
+    /// Notes that `peer` has left after so many collectives, messages to this rank, and messages from it.
+    pub(crate) fn note_left(&mut self, peer: usize, [collectives, sent, received]: [u64; 3]) {
+        self.left += 1;
+        // What this rank sends, the other one receives.
+        for (index, count) in self.shared_with(peer).into_iter().zip([collectives, received, sent]) {
+            let left = &mut self.queues[index].left;
+            *left = left.filter(|(_, fewest)| *fewest <= count).or(Some((peer, count)));
         }
-    }
-
-    pub(crate) fn have_left(&self) -> usize {
-        self.left.iter().flatten().count()
     }
 
     /// The failure of the first call that can never be over, or that has taken longer than `timeout` on rank `rank`.
@@ -118,18 +118,14 @@ impl Queues {
         self.busy.iter().find_map(|&index| {
             let queue = &self.queues[index];
             let (job, sequence) = (queue.jobs.front()?, queue.sequence());
-            let lacks = |peer: usize, counted: usize| {
-                let left_after = self.left[peer].map(|counts| counts[counted]).filter(|last| *last < sequence)?;
-                Some(Failure::PeerLeft { peer, left_after, call: job.call.describe(), sequence })
-            };
-            let left = match index {
-                0 => (0..self.world_size).find_map(|peer| lacks(peer, 0)),
-                // What this rank sends, the other one receives.
-                index if index <= self.world_size => lacks(index - 1, 2),
-                index => lacks(index - 1 - self.world_size, 1),
-            };
-            let is_late = || job.begun.is_some_and(|begun| now.saturating_duration_since(begun) >= timeout);
-            left.or_else(|| is_late().then(|| late(rank, job.call.describe(), sequence, timeout)))
+            if let Some((peer, left_after)) = queue.left.filter(|(_, left_after)| *left_after < sequence) {
+                return Some(Failure::PeerLeft { peer, left_after, call: job.call.describe(), sequence });
+            }
+            job.begun.filter(|begun| now.saturating_duration_since(*begun) >= timeout)?;
+            let (call, waiting_for) = (job.call.describe(), Vec::new());
+            let reason = "MPI does not tell for which rank it waits: look for the first error in the output of all ranks, or \
+                          for what they do instead";
+            Some(Failure::TimedOut { rank, call, sequence, timeout, waiting_for, reason: reason.to_string() })
         })
     }
 
@@ -148,10 +144,31 @@ impl Queues {
     }
 }
 
-fn late(rank: usize, call: String, sequence: u64, timeout: Duration) -> Failure {
-    let reason =
-        "MPI does not tell for which rank it waits: look for the first error in the output of all ranks, or for \
-                  what they do instead"
-            .to_string();
-    Failure::TimedOut { rank, call, sequence, timeout, waiting_for: Vec::new(), reason }
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use candle_core::{DType, Device, Tensor};
+
+    #[test]
+    fn a_call_fails_that_a_rank_has_left_before() {
+        let tensor = Tensor::zeros(2, DType::F32, &Device::Cpu).unwrap();
+        for (counts, expected) in [
+            ([1, 1, 1], None),
+            ([0, 1, 1], Some("barrier()")),
+            ([1, 0, 1], Some("recv(f32[2])")),
+            ([1, 1, 0], Some("send(f32[2])")),
+        ] {
+            let mut queues = Queues::new(3);
+            let (send, recv) = (tensor.clone(), tensor.clone());
+            let (send, recv) = (Collective::Send { tensor: send, peer: 2 }, Collective::Recv { tensor: recv, peer: 2 });
+            for collective in [Collective::Barrier, send, recv] {
+                queues.put(Call::new(0, 3, collective, 1).unwrap());
+            }
+            queues.note_left(1, [5; 3]);
+            queues.note_left(2, counts);
+            let failure = queues.overdue(0, Duration::MAX, Instant::now());
+            let failure_of = |call: &str| Failure::PeerLeft { peer: 2, left_after: 0, call: call.into(), sequence: 1 };
+            assert_eq!(failure, expected.map(failure_of), "{counts:?}");
+        }
+    }
 }
