@@ -1,12 +1,13 @@
 use crate::comm::Comm;
 use crate::group::Group;
 use crate::lifetime::library;
-use crate::lock::lock;
 use crate::options::MpiOptions;
 use crate::queues::Outcome;
 use candle_ddp::backend::{Collective, Communicator, Completion, Split};
 use candle_ddp::rendezvous::Store;
 use candle_ddp::{Error, Failure, Result, Work};
+use candle_ddp_base::panic::lock;
+use candle_ddp_base::thread::spawn;
 use mpi::ffi::MPI_Comm;
 use mpi::raw::AsRaw;
 use std::sync::{Arc, Mutex};
@@ -76,10 +77,7 @@ impl MpiCommunicator {
         let mut thread = lock(&self.thread);
         if thread.is_none() {
             let group = self.group.clone();
-            let builder = std::thread::Builder::new().name(format!("ddp-{}-mpi", group.rank));
-            let spawned = builder.spawn(move || group.work());
-            let context = "starting an engine thread".to_string();
-            *thread = Some(spawned.map_err(|error| Error::Io { context, error })?);
+            *thread = Some(spawn(format!("ddp-{}-mpi", group.rank), move || group.work())?);
         }
         Ok(())
     }

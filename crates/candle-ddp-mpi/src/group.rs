@@ -3,7 +3,6 @@ use crate::call::Call;
 use crate::comm::{self, Comm, Notices};
 use crate::library::MpiError;
 use crate::lifetime;
-use crate::lock::lock;
 use crate::notice::Notice;
 use crate::options::MpiOptions;
 use crate::patience::Patience;
@@ -12,8 +11,9 @@ use crate::retired;
 use candle_core::Device;
 use candle_ddp::backend::Collective;
 use candle_ddp::{Error, Failure, Result};
+use candle_ddp_base::panic::{lock, wait, wait_timeout};
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Condvar, Mutex, PoisonError, TryLockError};
+use std::sync::{Arc, Condvar, Mutex, TryLockError};
 use std::time::{Duration, Instant};
 
 /// The notices and the clock are looked at once in so many polls.
@@ -130,9 +130,9 @@ impl Group {
                 if state.closing || state.failure.is_some() {
                     return;
                 }
-                state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+                state = wait(&self.changed, state);
             } else if self.waiting.load(Ordering::Relaxed) > 0 {
-                state = self.changed.wait_timeout(state, LOOK).unwrap_or_else(PoisonError::into_inner).0;
+                state = wait_timeout(&self.changed, state, LOOK);
             } else {
                 self.poll(&mut state);
                 drop(state);

@@ -8,7 +8,6 @@ mod group;
 mod in_place;
 mod library;
 mod lifetime;
-mod lock;
 mod notice;
 mod options;
 mod patience;

@@ -1,7 +1,7 @@
 //! The MPI library: initialised once, and called so that its errors are values.
-use crate::lock::lock;
 use crate::tuning::choose_algorithm;
 use candle_ddp::Error;
+use candle_ddp_base::panic::lock;
 use mpi::ffi::{
     MPI_Comm_set_errhandler, MPI_Comm_size, MPI_Error_string, MPI_Finalized, MPI_Init_thread, MPI_Initialized,
     MPI_Query_thread, RSMPI_COMM_SELF, RSMPI_COMM_WORLD, RSMPI_ERRORS_RETURN, RSMPI_THREAD_MULTIPLE,

@@ -2,7 +2,6 @@
 use crate::comm::Comm;
 use crate::communicator::MpiCommunicator;
 use crate::lifetime::library;
-use crate::lock::lock;
 use crate::options::MpiOptions;
 use candle_core::{Device, Tensor};
 use candle_ddp::backend::{Collective, Communicator, bytes};
@@ -10,6 +9,7 @@ use candle_ddp::rendezvous::{
     PrefixStore, Secret, Store, TcpStore, TcpStoreOptions, TcpStoreServer, TcpStoreServerOptions,
 };
 use candle_ddp::{CustomOptions, Error, ProcessGroup, Result};
+use candle_ddp_base::panic::lock;
 use candle_ddp_env::PROCESS;
 use std::fmt::Display;
 use std::net::Ipv4Addr;

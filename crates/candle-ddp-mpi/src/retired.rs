@@ -2,8 +2,8 @@
 //! waits.
 use crate::comm::{Comm, Notice, Notices};
 use crate::library::MpiError;
-use crate::lock::lock;
 use crate::patience::Patience;
+use candle_ddp_base::panic::lock;
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
