@@ -185,7 +185,6 @@ fn is_cast(x: &Tensor) -> bool {
 }
 
 /// `x` in another floating-point dtype, in the same memory format. The gradient has the dtype of `x`, and candle adds it to nothing.
-#[doc(hidden)]
 pub fn to_dtype(x: &Tensor, dtype: DType) -> Result<Tensor> {
     if x.dtype() == dtype {
         return Ok(x.clone());

@@ -51,15 +51,15 @@ where
 }
 
 /// The two times at which a checkpointed function runs.
-#[doc(hidden)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Run {
+    /// Without a graph.
     Forward,
+    /// Once more, with the graph that gradients need.
     Backward,
 }
 
 /// The result of a checkpointed function: a tensor, or several.
-#[doc(hidden)]
 pub trait Results: Sized {
     /// Replaces each tensor, in order.
     ///
@@ -97,7 +97,6 @@ impl<T: Results> Results for Vec<T> {
 ///
 /// # Errors
 /// The errors of [`checkpoint`].
-#[doc(hidden)]
 pub fn checkpoint_holding<F, T, G>(inputs: &[&Tensor], function: F) -> Result<T>
 where
     F: Fn(&[Tensor], Run) -> Result<(T, G)> + Send + Sync + 'static,

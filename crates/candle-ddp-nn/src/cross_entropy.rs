@@ -98,7 +98,6 @@ thread_local! {
 }
 
 /// Whether this thread has computed a cross entropy on a CPU whose mean no target counted in, since the last call.
-#[doc(hidden)]
 pub fn take_nothing_counted() -> bool {
     NOTHING_COUNTED.take()
 }

@@ -46,8 +46,6 @@ pub use candle_nn::*;
 pub use activation::{Activation, gelu, gelu_erf, relu, silu, tanh};
 pub use add::add;
 pub use attention::{AttentionOptions, scaled_dot_product_attention, scaled_dot_product_attention_qkvpacked};
-#[doc(hidden)]
-pub use autocast::to_dtype;
 pub use autocast::{Autocast, autocast, autocast_mode, autocast_off, set_autocast};
 pub use avg_pool::{AvgPool2dOptions, adaptive_avg_pool2d, avg_pool2d};
 pub use batch_norm::{BatchNorm, BatchNormGroup, batch_norm};
@@ -70,8 +68,6 @@ pub use linear::{Linear, linear, linear_b, linear_no_bias};
 pub use linear_cross_entropy::{LinearCrossEntropyOptions, linear_cross_entropy, linear_cross_entropy_with};
 pub use lora::{LoraBias, LoraConfig};
 pub use matmul::matmul;
-#[doc(hidden)]
-pub use matmul::matmul_sums;
 pub use max_pool::{MaxPool2dOptions, max_pool2d};
 pub use memory_format::to_memory_format;
 pub use rnn::{GRU, LSTM, RNNOptions, StackedGRU, StackedLSTM, gru, lstm};
@@ -81,8 +77,10 @@ pub use view::{cat, flatten, narrow, permute, reshape, transpose};
 
 #[doc(hidden)]
 pub use self::{
+    autocast::to_dtype,
     batch_norm::with_cumulative_statistics,
     checkpoint::{Results, Run, checkpoint_holding},
     cross_entropy::take_nothing_counted,
     lora::keeping_frozen,
+    matmul::matmul_sums,
 };

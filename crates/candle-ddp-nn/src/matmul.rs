@@ -65,7 +65,6 @@ fn product_of(a: &Tensor, (b, dtype): (&Tensor, DType)) -> Result<Tensor> {
 ///
 /// # Errors
 /// Errors of candle, for other tensors.
-#[doc(hidden)]
 pub fn matmul_sums(a: &Tensor, b: &Tensor, is_symmetric: bool) -> Result<Tensor> {
     let ((m, k), (of_b, n)) = (a.dims2()?, b.dims2()?);
     if k != of_b || is_symmetric && m != n {

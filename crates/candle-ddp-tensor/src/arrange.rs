@@ -69,4 +69,20 @@ impl MemoryFormat {
             Self::ChannelsLast => self.view(&self.stored(x)?.to_dtype(dtype)?),
         }
     }
+
+    /// The view that [`stored`](Self::stored) is undone by.
+    pub fn view(self, stored: &Tensor) -> Result<Tensor> {
+        match self {
+            Self::Contiguous => Ok(stored.clone()),
+            Self::ChannelsLast => stored.permute((0, 3, 1, 2)),
+        }
+    }
+
+    /// The shape of [`stored`](Self::stored), of images of the shape `shape`.
+    pub fn stored_shape(self, shape: &Shape) -> Shape {
+        match (self, shape.dims()) {
+            (Self::ChannelsLast, &[n, channels, height, width]) => Shape::from((n, height, width, channels)),
+            _ => shape.clone(),
+        }
+    }
 }

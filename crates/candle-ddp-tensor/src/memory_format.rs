@@ -1,5 +1,5 @@
 //! The order of a tensor's elements in memory.
-use candle_core::{Result, Shape, Tensor};
+use candle_core::Tensor;
 
 /// The order of a tensor's elements in memory: `torch.memory_format`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -28,24 +28,6 @@ impl MemoryFormat {
                 Self::ChannelsLast
             }
             _ => Self::Contiguous,
-        }
-    }
-
-    /// The view that [`stored`](Self::stored) is undone by.
-    #[doc(hidden)]
-    pub fn view(self, stored: &Tensor) -> Result<Tensor> {
-        match self {
-            Self::Contiguous => Ok(stored.clone()),
-            Self::ChannelsLast => stored.permute((0, 3, 1, 2)),
-        }
-    }
-
-    /// The shape of [`stored`](Self::stored), of images of the shape `shape`.
-    #[doc(hidden)]
-    pub fn stored_shape(self, shape: &Shape) -> Shape {
-        match (self, shape.dims()) {
-            (Self::ChannelsLast, &[n, channels, height, width]) => Shape::from((n, height, width, channels)),
-            _ => shape.clone(),
         }
     }
 }

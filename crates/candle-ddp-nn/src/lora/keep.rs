@@ -12,7 +12,6 @@ thread_local! {
 
 /// Runs `build`. `keep` takes over the frozen tensors, but for running statistics, of the models with adapters that it builds on this
 /// thread.
-#[doc(hidden)]
 pub fn keeping_frozen<T>(keep: Keep, build: impl FnOnce() -> T) -> T {
     /// Restores what was there, even if `build` panics.
     struct Scope(Option<Keep>);

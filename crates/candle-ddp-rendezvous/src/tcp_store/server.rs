@@ -10,7 +10,6 @@ use std::net::{SocketAddr, TcpListener};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
-use std::sync::atomic::Ordering;
 use std::thread::JoinHandle;
 
 /// The most bytes of keys and values of guests, who may be anybody.
@@ -83,19 +82,6 @@ impl TcpStoreServer {
         self.addresses.first().copied().unwrap_or(all_interfaces(0))
     }
 
-    /// Returns whether the store may be in use by the job: a client has proved that it knows the secret, or there are
-    /// no guests.
-    #[doc(hidden)]
-    pub fn is_joined(&self) -> bool {
-        self.is_joined.load(Ordering::Relaxed)
-    }
-
-    /// Whether it is joined, for longer than this server lives.
-    #[doc(hidden)]
-    pub fn joined(&self) -> Arc<AtomicBool> {
-        Arc::clone(&self.is_joined)
-    }
-
     /// Returns whether it listens on one of `addresses`.
     pub(crate) fn listens_on(&self, addresses: &[SocketAddr]) -> bool {
         addresses.iter().any(|address| {
@@ -105,9 +91,17 @@ impl TcpStoreServer {
             self.addresses.iter().any(same)
         })
     }
+}
+
+#[doc(hidden)]
+impl TcpStoreServer {
+    /// Whether the store may be in use by the job, for longer than this server lives: a client has proved that it knows the secret, or
+    /// there are no guests.
+    pub fn joined(&self) -> Arc<AtomicBool> {
+        Arc::clone(&self.is_joined)
+    }
 
     /// Returns an address at which this process reaches the server; if possible, the one that other hosts use as well.
-    #[doc(hidden)]
     pub fn own_host(&self) -> String {
         let is_wide = |address: &&SocketAddr| match address {
             SocketAddr::V6(address) if address.scope_id() != 0 => false,

@@ -86,21 +86,8 @@ impl Generator {
         Self { seed, sequence, offset: 0, maker: Maker::Any }
     }
 
-    /// The number of the sequence of the seed, and whether [`for_rank`](Self::for_rank) made the generator, so that each rank has another
-    /// sequence.
-    #[doc(hidden)]
-    pub fn sequence(&self) -> (u64, bool) {
-        (self.sequence, self.maker == Maker::Rank)
-    }
-
     pub(super) fn maker(&self) -> Maker {
         self.maker
-    }
-
-    /// Continues in another sequence, from its block `offset`. A generator of a rank remains one.
-    #[doc(hidden)]
-    pub fn restore(&mut self, seed: u64, sequence: u64, offset: u64) {
-        (self.seed, self.sequence, self.offset) = (seed, sequence, offset);
     }
 
     /// The seed.
@@ -111,15 +98,6 @@ impl Generator {
     /// The position in the sequence, in blocks of four numbers of 32 bits; 0 at the beginning.
     pub fn offset(&self) -> u64 {
         self.offset
-    }
-
-    /// Takes the next `count` numbers of 32 bits out of the sequence, without computing them. For layers that need the same
-    /// numbers once more, in a backward pass.
-    #[doc(hidden)]
-    pub fn draw(&mut self, count: usize) -> Draw {
-        let draw = Draw { seed: self.seed, sequence: self.sequence, offset: self.offset };
-        self.offset = self.offset.wrapping_add(count.div_ceil(4) as u64);
-        draw
     }
 
     /// A number from 0 to 2^64 - 1. It takes a whole block: tensors make better use of the sequence.
@@ -207,6 +185,28 @@ impl Generator {
             }
         });
         values
+    }
+}
+
+#[doc(hidden)]
+impl Generator {
+    /// The number of the sequence of the seed, and whether [`for_rank`](Self::for_rank) made the generator, so that each rank has another
+    /// sequence.
+    pub fn sequence(&self) -> (u64, bool) {
+        (self.sequence, self.maker == Maker::Rank)
+    }
+
+    /// Continues in another sequence, from its block `offset`. A generator of a rank remains one.
+    pub fn restore(&mut self, seed: u64, sequence: u64, offset: u64) {
+        (self.seed, self.sequence, self.offset) = (seed, sequence, offset);
+    }
+
+    /// Takes the next `count` numbers of 32 bits out of the sequence, without computing them. For layers that need the same
+    /// numbers once more, in a backward pass.
+    pub fn draw(&mut self, count: usize) -> Draw {
+        let draw = Draw { seed: self.seed, sequence: self.sequence, offset: self.offset };
+        self.offset = self.offset.wrapping_add(count.div_ceil(4) as u64);
+        draw
     }
 }
 

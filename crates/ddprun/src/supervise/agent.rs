@@ -15,6 +15,7 @@ use candle_ddp_base::host::host_name;
 use candle_ddp_rendezvous::json::encode;
 use candle_ddp_rendezvous::{Store, TcpStore, TcpStoreOptions, TcpStoreServer};
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 /// The time-out of a call to the launcher's own store.
@@ -194,7 +195,7 @@ impl<'a> Agent<'a> {
     fn own_store(&mut self) -> Result<Option<Arc<dyn Store>>> {
         // Until a worker proves that it knows the secret, the store may serve PyTorch's programs, which this agent
         // would drive out.
-        let is_ours = |server: &&TcpStoreServer| self.link.is_none() && server.is_joined();
+        let is_ours = |server: &&TcpStoreServer| self.link.is_none() && server.joined().load(Ordering::Relaxed);
         let Some(server) = self.server.as_ref().filter(is_ours) else { return Ok(None) };
         let store = match &mut self.own_store {
             Some(store) => store,
