@@ -136,6 +136,7 @@ pub(crate) fn on_exit(
 
 #[cfg(test)]
 mod tests {
+    use super::Consequence::*;
     use super::*;
 
     const FAILED: End = End { rank: 1, how: "exited with code 7", what: "rank 1 exited with code 7", failed: true };
@@ -146,73 +147,26 @@ mod tests {
         let (some, none) = (Restarts { used: 1, ..Restarts::new(3) }, Restarts { used: 3, ..Restarts::new(3) });
         let stopped = Restarts { stopped_by: Some(15), ..some };
         let (enough, few) = (Ranks::With { others: 2, least: 2 }, Ranks::With { others: 1, least: 2 });
+        let (fixed, without) = (Ranks::Fixed, Ranks::Without);
         let over = |finished| Ranks::Over { finished };
         for (end, ranks, restarts, consequence, reason) in [
-            (
-                FAILED,
-                Ranks::Fixed,
-                some,
-                Consequence::RestartAll,
-                "rank 1 exited with code 7: restarting all workers (restart 2 of 3)",
-            ),
-            (FAILED, Ranks::Fixed, none, Consequence::Fail, ""),
-            (FINISHED, Ranks::Fixed, some, Consequence::Continue, ""),
-            (
-                FAILED,
-                few,
-                some,
-                Consequence::Replace,
-                "rank 1 exited with code 7: a new process takes its place (restart 2 of 3)",
-            ),
-            (
-                FAILED,
-                enough,
-                none,
-                Consequence::ScaleDown,
-                "rank 1 exited with code 7: the other 2 rank(s) continue without it",
-            ),
-            (
-                FAILED,
-                few,
-                none,
-                Consequence::Fail,
-                "all restarts are used up (--max-restarts 3), and the 1 remaining rank(s)",
-            ),
-            (FAILED, few, Restarts::new(0), Consequence::Fail, "ddprun restarts none (--max-restarts 0)"),
-            (
-                FAILED,
-                enough,
-                stopped,
-                Consequence::ScaleDown,
-                "rank 1 exited with code 7: the other 2 rank(s) continue without it",
-            ),
-            (
-                FAILED,
-                few,
-                stopped,
-                Consequence::Fail,
-                "no process takes its place, because a signal ends the run, and the 1",
-            ),
-            (FAILED, Ranks::Fixed, stopped, Consequence::Fail, ""),
-            (FAILED, Ranks::With { others: 0, least: 0 }, none, Consequence::Fail, "the 0 remaining rank(s)"),
-            (
-                FINISHED,
-                enough,
-                some,
-                Consequence::EndRanks,
-                "its process exited with code 0 before all ranks had finished",
-            ),
-            (FAILED, Ranks::Without, some, Consequence::Continue, ""),
-            (FINISHED, Ranks::Without, some, Consequence::Continue, ""),
-            (
-                FAILED,
-                over(true),
-                some,
-                Consequence::Fail,
-                "rank 1 exited with code 7 after all ranks had finished elastic::run",
-            ),
-            (FAILED, over(false), some, Consequence::Fail, ""),
-            (FINISHED, over(true), some, Consequence::Continue, ""),
+            (FAILED, fixed, some, RestartAll, "rank 1 exited with code 7: restarting all workers (restart 2 of 3)"),
+            (FAILED, fixed, none, Fail, ""),
+            (FINISHED, fixed, some, Continue, ""),
+            (FAILED, few, some, Replace, "rank 1 exited with code 7: a new process takes its place (restart 2 of 3)"),
+            (FAILED, enough, none, ScaleDown, "rank 1 exited with code 7: the other 2 rank(s) continue without it"),
+            (FAILED, few, none, Fail, "all restarts are used up (--max-restarts 3), and the 1 remaining rank(s)"),
+            (FAILED, few, Restarts::new(0), Fail, "ddprun restarts none (--max-restarts 0)"),
+            (FAILED, enough, stopped, ScaleDown, "rank 1 exited with code 7: the other 2 rank(s) continue without it"),
+            (FAILED, few, stopped, Fail, "no process takes its place, because a signal ends the run, and the 1"),
+            (FAILED, fixed, stopped, Fail, ""),
+            (FAILED, Ranks::With { others: 0, least: 0 }, none, Fail, "the 0 remaining rank(s)"),
+            (FINISHED, enough, some, EndRanks, "its process exited with code 0 before all ranks had finished"),
+            (FAILED, without, some, Continue, ""),
+            (FINISHED, without, some, Continue, ""),
+            (FAILED, over(true), some, Fail, "rank 1 exited with code 7 after all ranks had finished elastic::run"),
+            (FAILED, over(false), some, Fail, ""),
+            (FINISHED, over(true), some, Continue, ""),
         ] {
             let (judged, why) = judge(end, ranks, restarts);
             assert_eq!((judged, why.is_empty()), (consequence, reason.is_empty()), "{why}");

@@ -1,10 +1,10 @@
 //! Tests of how nodes come together: when they start, those that are late, and those with other options or other numbers of
 //! workers.
-use super::message::{Entry, Exited, Message, Node, Slot};
+use super::message::{Entry, Exited, Message, Slot};
 use super::run::Action;
-use super::tests::{Fixture, node, start};
+use super::tests::{Fixture, start};
 use crate::command::layout::Layout;
-use crate::command::terms::{Pace, Terms};
+use crate::command::terms::Pace;
 use crate::supervise::worker::Exit;
 use candle_ddp_rendezvous::{Decision, Generations, Member};
 use std::sync::Arc;
@@ -70,13 +70,7 @@ fn the_first_round_waits_for_more_nodes_than_it_needs() {
 #[test]
 fn a_node_with_other_options_ends_a_fixed_number_of_nodes_before_they_begin() {
     let join = |fixture: &mut Fixture, slot: Slot, max_restarts: u32, run_id: &str| {
-        let terms = Terms { max_restarts, run_id: run_id.to_string(), ..fixture.run.terms.clone() };
-        let node_rank = Some(usize::try_from(slot).unwrap());
-        fixture.tell(slot, Message::Join(node(slot, node_rank, terms)));
-        match fixture.run.actions.remove(0) {
-            Action::Welcome(_, refusal) => refusal,
-            other => panic!("{other:?}"),
-        }
+        fixture.ask(slot, |node| (node.terms.max_restarts, node.terms.run_id) = (max_restarts, run_id.to_string()))
     };
     let reason = "--max-restarts is 2 on host host1, but 0 on the node that hosts the store: give all nodes the same";
     let mut fixture = Fixture::new(2, 2, 0, true);
@@ -123,10 +117,7 @@ fn a_node_that_is_gone_before_the_start_may_come_again() {
 
 /// A node comes with so many workers, and is welcome.
 fn come(fixture: &mut Fixture, slot: Slot, workers: usize) {
-    let node_rank = fixture.is_static.then_some(usize::try_from(slot).unwrap());
-    let node = Node { workers, ..node(slot, node_rank, fixture.run.terms.clone()) };
-    fixture.tell(slot, Message::Join(node));
-    assert_eq!(fixture.run.actions.remove(0), Action::Welcome(slot, None));
+    assert_eq!(fixture.ask(slot, |node| node.workers = workers), None);
 }
 
 /// The start of nodes with these numbers of workers.

@@ -1,24 +1,16 @@
 //! Tests of nodes that take the place of others, and of nodes that are not fit.
-use super::message::{Entry, Message, Node, Round, Slot};
+use super::message::{Entry, Message, Round, Slot};
 use super::run::Action;
-use super::tests::{Fixture, node, start};
+use super::tests::{Fixture, start};
 use crate::check::Fitness;
 use crate::command::layout::Layout;
-use crate::command::terms::Terms;
 use candle_ddp_rendezvous::{Decision, Generations, Member};
 use std::sync::Arc;
 use std::time::Duration;
 
 /// A node comes whose slowest core makes `product` MFLOP/s. Returns why it is refused.
 fn come(fixture: &mut Fixture, slot: Slot, product: u64) -> Option<String> {
-    let node_rank = fixture.is_static.then_some(usize::try_from(slot).unwrap());
-    let (terms, fitness) = (fixture.run.terms.clone(), Some(Fitness::of(product, 10_000)));
-    let node = Node { fitness, ..node(slot, node_rank, terms) };
-    fixture.tell(slot, Message::Join(node));
-    match fixture.run.actions.remove(0) {
-        Action::Welcome(_, refusal) => refusal,
-        other => panic!("{other:?}"),
-    }
+    fixture.ask(slot, |node| node.fitness = Some(Fitness::of(product, 10_000)))
 }
 
 /// The check of these nodes together.
@@ -183,14 +175,7 @@ fn all_start_again_with_a_spare() {
 
 /// A node that has failed its own check comes.
 fn come_unfit(fixture: &mut Fixture, slot: Slot) -> Option<String> {
-    let node_rank = fixture.is_static.then_some(usize::try_from(slot).unwrap());
-    let unfit = Some("no disk".to_string());
-    let node = Node { unfit, ..node(slot, node_rank, fixture.run.terms.clone()) };
-    fixture.tell(slot, Message::Join(node));
-    match fixture.run.actions.remove(0) {
-        Action::Welcome(_, refusal) => refusal,
-        other => panic!("{other:?}"),
-    }
+    fixture.ask(slot, |node| node.unfit = Some("no disk".to_string()))
 }
 
 const UNFIT: &str = "the machine of host host1 is not fit for the run: no disk";
@@ -235,9 +220,7 @@ fn nodes_with_different_versions_start_no_run() {
     fixture.join(0);
     let own = fixture.run.terms.version.clone();
     fixture.run.terms.version = "0.0.1".to_string();
-    let terms = Terms { version: own.clone(), ..fixture.run.terms.clone() };
-    fixture.tell(1, Message::Join(node(1, Some(1), terms)));
-    let Action::Welcome(1, Some(refusal)) = fixture.run.actions.remove(0) else { panic!("it was welcome") };
+    let refusal = fixture.ask(1, |node| node.terms.version.clone_from(&own)).unwrap();
     assert!(
         refusal.starts_with(&format!("the version of ddprun is {own} here, but 0.0.1 on the node that")),
         "{refusal}"

@@ -47,10 +47,22 @@ impl Fixture {
     }
 
     /// A node comes, and is welcome.
+    #[track_caller]
     pub(super) fn join(&mut self, slot: Slot) {
+        assert_eq!(self.ask(slot, |_| ()), None);
+    }
+
+    /// A node comes that differs from others by a `change`. Returns why it is refused.
+    #[track_caller]
+    pub(super) fn ask(&mut self, slot: Slot, change: impl FnOnce(&mut Node)) -> Option<String> {
         let node_rank = self.is_static.then_some(usize::try_from(slot).unwrap());
-        self.tell(slot, Message::Join(node(slot, node_rank, self.run.terms.clone())));
-        assert_eq!(self.run.actions.remove(0), Action::Welcome(slot, None));
+        let mut node = node(slot, node_rank, self.run.terms.clone());
+        change(&mut node);
+        self.tell(slot, Message::Join(node));
+        match self.run.actions.remove(0) {
+            Action::Welcome(_, refusal) => refusal,
+            other => panic!("{other:?}"),
+        }
     }
 
     pub(super) fn tell(&mut self, slot: Slot, message: Message) {

@@ -1,6 +1,7 @@
 //! The supervisor's reactions to events on other nodes.
 use super::{Outcome, Phase, SETTLE, Supervisor, UNNEEDED};
 use crate::console::message;
+use crate::error::Result;
 use crate::supervise::agent::Agent;
 use crate::supervise::nodes::{Entry, Exited, Message, News, Replacement};
 use crate::supervise::worker::Exit;
@@ -34,10 +35,7 @@ impl Supervisor {
                     self.check_started(started, agent);
                 }
                 Ok(false) => self.wait_as_spare(),
-                Err(reason) => {
-                    agent.ends(How::Lost, 1, reason);
-                    self.fail_elsewhere();
-                }
+                Err(reason) => self.fail_elsewhere(How::Lost, 1, reason, agent),
             },
             // A spare has nothing to end.
             News::Entry(Entry::Restart { reason }) if !agent.is_member => message(reason),
@@ -78,13 +76,10 @@ impl Supervisor {
                     self.check_started(started, agent);
                 }
             }
-            News::Entry(Entry::Refuse { slot, reason }) => match agent.is_own(slot) {
-                true => {
-                    agent.ends(How::Lost, 1, reason);
-                    self.fail_elsewhere();
-                }
-                false => message(reason),
-            },
+            News::Entry(Entry::Refuse { slot, reason }) if !agent.is_own(slot) => message(reason),
+            News::Entry(Entry::Refuse { reason, .. }) | News::Refused(reason) | News::Lost(reason) => {
+                self.fail_elsewhere(How::Lost, 1, reason, agent);
+            }
             News::Entry(Entry::Done) => {
                 if !agent.is_member {
                     message(format_args!("the run has ended well: {UNNEEDED}"));
@@ -95,8 +90,7 @@ impl Supervisor {
                 self.signalled_elsewhere(signal, &reason, agent);
             }
             News::Entry(Entry::Failed { reason, code, signal: None }) => {
-                agent.ends(How::Unknown, code, reason);
-                self.fail_elsewhere();
+                self.fail_elsewhere(How::Unknown, code, reason, agent);
             }
             News::Entry(Entry::Unattended { reason }) => {
                 message(format_args!(
@@ -106,10 +100,6 @@ impl Supervisor {
                 if matches!(self.phase, Phase::Waiting(_)) {
                     self.phase = Phase::Settling(Instant::now());
                 }
-            }
-            News::Refused(reason) | News::Lost(reason) => {
-                agent.ends(How::Lost, 1, reason);
-                self.fail_elsewhere();
             }
         }
     }
@@ -143,11 +133,11 @@ impl Supervisor {
         (self.phase, self.outcome, self.announce) = (Phase::Running, Outcome::Success, None);
     }
 
-    fn check_started(&mut self, started: crate::error::Result<()>, agent: &mut Agent) {
+    fn check_started(&mut self, started: Result<()>, agent: &mut Agent) {
         if let Err(error) = started {
-            agent.tell(Message::Leave { reason: format!("its workers cannot be started: {error}"), signal: None });
-            agent.ends(How::NotStarted, error.exit_code(), format!("the workers cannot be started: {error}"));
-            self.fail_elsewhere();
+            let reason = format!("workers cannot be started: {error}");
+            agent.tell(Message::Leave { reason: format!("its {reason}"), signal: None });
+            self.fail_elsewhere(How::NotStarted, error.exit_code(), format!("the {reason}"), agent);
         }
     }
 
@@ -167,7 +157,8 @@ impl Supervisor {
     }
 
     /// Ends the workers because the run has failed on some node.
-    fn fail_elsewhere(&mut self) {
+    fn fail_elsewhere(&mut self, how: How, code: u8, reason: String, agent: &mut Agent) {
+        agent.ends(how, code, reason);
         self.is_decided = true;
         self.restarting = false;
         let now = Instant::now();
