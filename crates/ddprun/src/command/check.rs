@@ -42,10 +42,10 @@ pub(crate) struct Check {
     pub(crate) manner: Manner,
 
     /// Binds each rank to processors, as in a run.
-    #[arg(long, alias = "numa_binding", value_name = "KIND", help_heading = RANKS)]
+    #[arg(long, value_name = "KIND", help_heading = RANKS)]
     pub(crate) numa_binding: Option<Binding>,
 
     /// The store has no secret, as in a run.
-    #[arg(long, alias = "no_secret", help_heading = RANKS)]
+    #[arg(long, help_heading = RANKS)]
     pub(crate) no_secret: bool,
 }

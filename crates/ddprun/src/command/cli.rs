@@ -1,6 +1,6 @@
 //! The command line as typed. [`Config`](super::Config) holds its meaning.
 use super::mode::Mode;
-use super::options::{BUILD, Options, RANKS};
+use super::options::{BUILD, Options, RANKS, like_torchruns};
 use super::ranks::Ranks;
 use clap::builder::BoolishValueParser;
 use std::ffi::OsString;
@@ -49,7 +49,8 @@ failed; 126 if the program is not executable, 127 if it was not found; 1 for eve
     args_conflicts_with_subcommands = true,
     disable_help_subcommand = true,
     subcommand_help_heading = "Commands",
-    mut_args = |arg| arg.hide_env(true)
+    mut_args = like_torchruns,
+    mut_subcommands = |command| command.mut_args(like_torchruns)
 )]
 pub(crate) struct Cli {
     #[command(flatten)]
@@ -88,18 +89,12 @@ pub(crate) struct Cli {
     pub(crate) options: Options,
 
     /// Sets LOCAL_RANK=0 for every worker, and CUDA_VISIBLE_DEVICES to the one GPU that it may use.
-    #[arg(
-        long,
-        alias = "virtual_local_rank",
-        env = "PET_VIRTUAL_LOCAL_RANK",
-        value_parser = BoolishValueParser::new(),
-        help_heading = RANKS
-    )]
+    #[arg(long, env = "PET_VIRTUAL_LOCAL_RANK", value_parser = BoolishValueParser::new(), help_heading = RANKS)]
     pub(crate) virtual_local_rank: bool,
 
     /// Accepted for compatibility with torchrun, which needs it for compiled programs: ddprun always runs PROGRAM
     /// directly.
-    #[arg(long, alias = "no_python", env = "PET_NO_PYTHON", value_parser = BoolishValueParser::new(), help_heading = RANKS)]
+    #[arg(long, env = "PET_NO_PYTHON", value_parser = BoolishValueParser::new(), help_heading = RANKS)]
     pub(crate) no_python: bool,
 
     #[command(subcommand)]
@@ -110,15 +105,15 @@ pub(crate) struct Cli {
     pub(crate) module: bool,
 
     /// This machine's address in torchrun's rendezvous; refused with a hint.
-    #[arg(long, alias = "local_addr", env = "PET_LOCAL_ADDR", value_name = "HOST", hide = true)]
+    #[arg(long, env = "PET_LOCAL_ADDR", value_name = "HOST", hide = true)]
     pub(crate) local_addr: Option<String>,
 
     /// torchrun's polling interval for its workers; ignored, because ddprun is notified when a worker exits.
-    #[arg(long, alias = "monitor_interval", env = "PET_MONITOR_INTERVAL", value_name = "SECONDS", hide = true)]
+    #[arg(long, env = "PET_MONITOR_INTERVAL", value_name = "SECONDS", hide = true)]
     pub(crate) monitor_interval: Option<String>,
 
     /// torchrun's start method for Python processes; ignored.
-    #[arg(long, alias = "start_method", env = "PET_START_METHOD", value_name = "NAME", hide = true)]
+    #[arg(long, env = "PET_START_METHOD", value_name = "NAME", hide = true)]
     pub(crate) start_method: Option<String>,
 
     /// The program and its arguments; with --example, --bin or --bench, only the arguments.

@@ -14,16 +14,12 @@ pub(crate) struct Host {
 /// Variables for the workers on all machines, with their values.
 pub(crate) type Variables = Vec<(String, OsString)>;
 
-/// Machines with commas between them, as in `node0,node1:4`.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Hosts(pub(crate) Vec<Host>);
+/// The machines of a run.
+pub(crate) type Hosts = Vec<Host>;
 
-impl FromStr for Hosts {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        text.split(',').map(|entry| entry.trim().parse()).collect::<Result<_, _>>().map(Self)
-    }
+/// Parses machines with commas between them, as in `node0,node1:4`.
+pub(crate) fn parse_list(text: &str) -> Result<Hosts, String> {
+    text.split(',').map(|entry| entry.trim().parse()).collect()
 }
 
 impl FromStr for Host {
@@ -54,15 +50,12 @@ mod tests {
 
     #[test]
     fn lists_of_machines() {
-        let hosts: Hosts = "node0:4, train@node1:2,[fd00::1],fd00::2".parse().unwrap();
-        assert_eq!(
-            hosts.0.iter().map(|host| &host.name[..]).collect::<Vec<_>>(),
-            ["node0", "train@node1", "fd00::1", "fd00::2"]
-        );
-        let workers: Vec<_> = hosts.0.iter().map(|host| host.workers.map(NonZeroUsize::get)).collect();
-        assert_eq!(workers, [Some(4), Some(2), None, None]);
+        let hosts = parse_list("node0:4, train@node1:2,[fd00::1],fd00::2").unwrap();
+        let known: Vec<_> =
+            hosts.iter().map(|host| (&host.name[..], host.workers.map_or(0, NonZeroUsize::get))).collect();
+        assert_eq!(known, [("node0", 4), ("train@node1", 2), ("fd00::1", 0), ("fd00::2", 0)]);
         for wrong in ["", "a,", ":4", "a:0", "a:x", "-oProxyCommand=x", "a b"] {
-            assert!(wrong.parse::<Hosts>().unwrap_err().contains("HOST:WORKERS"), "{wrong}");
+            assert!(parse_list(wrong).unwrap_err().contains("HOST:WORKERS"), "{wrong}");
         }
     }
 }

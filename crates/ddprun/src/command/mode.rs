@@ -17,7 +17,7 @@ pub(crate) enum Mode {
         #[arg(value_name = "HOST:PORT")]
         address: String,
         /// The run has no secret.
-        #[arg(long, alias = "no_secret")]
+        #[arg(long)]
         no_secret: bool,
         /// Shows it as one line of JSON, whose fields candle-ddp's docs/watching.md describes.
         #[arg(long)]
@@ -44,7 +44,7 @@ pub(crate) enum Mode {
         #[arg(value_name = "PATH")]
         path: PathBuf,
         /// The sources of candle-ddp. [default: those that this ddprun was built from]
-        #[arg(long, alias = "candle_ddp", value_name = "DIR")]
+        #[arg(long, value_name = "DIR")]
         candle_ddp: Option<PathBuf>,
     },
 
@@ -93,22 +93,22 @@ pub(crate) struct HostStore {
     pub(crate) ranks: Ranks,
 
     /// How often workers may be restarted, as in a run.
-    #[arg(long, alias = "max_restarts", value_name = "N", default_value_t = 0)]
+    #[arg(long, value_name = "N", default_value_t = 0)]
     pub(crate) max_restarts: u32,
 
     /// The store has no secret, as in a run.
-    #[arg(long, alias = "no_secret")]
+    #[arg(long)]
     pub(crate) no_secret: bool,
 
     /// Records the steps and waits of all ranks in DIR/RUN_ID, for `ddprun report`.
-    #[arg(long, alias = "log_dir", value_name = "DIR")]
+    #[arg(long, value_name = "DIR")]
     pub(crate) log_dir: Option<PathBuf>,
 
     /// Serves the metrics of the run, as in a run.
-    #[arg(long, alias = "metrics_port", value_name = "PORT")]
+    #[arg(long, value_name = "PORT")]
     pub(crate) metrics_port: Option<u16>,
 
     /// Address for --metrics-port.
-    #[arg(long, alias = "metrics_addr", value_name = "ADDRESS")]
+    #[arg(long, value_name = "ADDRESS")]
     pub(crate) metrics_addr: Option<IpAddr>,
 }

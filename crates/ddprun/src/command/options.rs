@@ -4,6 +4,7 @@ use super::streams::{LocalRanks, StreamSelection};
 use super::tolerance::Tolerance;
 use crate::numa::Binding;
 use crate::signal::{self, Signals};
+use clap::Arg;
 use std::net::IpAddr;
 use std::path::PathBuf;
 use std::str::FromStr;
@@ -20,6 +21,14 @@ pub(crate) fn trimmed<T: FromStr>(text: &str) -> Result<T, T::Err> {
     text.trim().parse()
 }
 
+/// Gives an option torchrun's spelling too, with `_` between words, and leaves its environment variable out of the help.
+pub(crate) fn like_torchruns(arg: Arg) -> Arg {
+    let name = arg.get_id().clone();
+    let is_spelt_otherwise = arg.get_long().is_some_and(|long| long != name.as_str());
+    let arg = arg.hide_env(true);
+    if is_spelt_otherwise { arg.alias(name) } else { arg }
+}
+
 /// A number of seconds.
 fn seconds(text: &str) -> Result<Duration, String> {
     let seconds = text.trim().parse().ok().and_then(|seconds| Duration::try_from_secs_f64(seconds).ok());
@@ -34,7 +43,7 @@ pub(crate) struct Options {
     /// CANDLE_DDP_SECRET_FILE names, which must be the same on all machines, or makes one if the run is on this machine
     /// alone. PyTorch's programs know no secret: they need this option if one is set, or if they share the store with
     /// programs of candle-ddp.
-    #[arg(long, alias = "no_secret", help_heading = RANKS)]
+    #[arg(long, help_heading = RANKS)]
     pub(crate) no_secret: bool,
 
     /// Role of the workers: ROLE_NAME in their environment, and the prefix of --tee.
@@ -45,7 +54,7 @@ pub(crate) struct Options {
     /// DIR/RUN_ID/verdict.json, which says why the run has failed. Existing logs are
     /// never overwritten: if RUN_ID is taken, a number is appended to it. [default: a new folder in the system's
     /// temporary folder, if --redirects or --tee needs files]
-    #[arg(long, alias = "log_dir", env = "PET_LOG_DIR", value_name = "DIR", help_heading = OUTPUT)]
+    #[arg(long, env = "PET_LOG_DIR", value_name = "DIR", help_heading = OUTPUT)]
     pub(crate) log_dir: Option<PathBuf>,
 
     /// Output to write to log files instead of showing it: 0 none, 1 stdout, 2 stderr, 3 both; or by local rank, as in
@@ -62,40 +71,34 @@ pub(crate) struct Options {
     /// ${group_rank} (the machine's rank) and ${restart_count} in it. [default: [${role_name}${local_rank}]:]
     #[arg(
         long,
-        alias = "log_line_prefix_template",
         env = prefix::VARIABLE,
         value_name = "TEXT",
+        default_value = prefix::DEFAULT,
+        hide_default_value = true,
         help_heading = OUTPUT
     )]
-    pub(crate) log_line_prefix_template: Option<Template>,
+    pub(crate) log_line_prefix_template: Template,
 
     /// Local ranks whose output is shown, as in `0,2`; that of the others is not, but goes to log files as --redirects and
     /// --tee say, and its last lines are shown if the rank fails. [default: all]
-    #[arg(
-        long,
-        alias = "local_ranks_filter",
-        env = "PET_LOCAL_RANKS_FILTER",
-        value_name = "LIST",
-        help_heading = OUTPUT
-    )]
+    #[arg(long, env = "PET_LOCAL_RANKS_FILTER", value_name = "LIST", help_heading = OUTPUT)]
     pub(crate) local_ranks_filter: Option<LocalRanks>,
 
     /// Serves the metrics of the run at http://ADDRESS:PORT/metrics, in the text format of Prometheus: steps, speed and waits of
     /// each rank, what the programs report, restarts and more. 0 means a free port. The ddprun that hosts the store serves
     /// them: `ddprun host-store`, if the run has one; otherwise the one on machine 0, or at --rdzv-endpoint.
-    #[arg(long, alias = "metrics_port", value_name = "PORT", value_parser = trimmed::<u16>, help_heading = OUTPUT)]
+    #[arg(long, value_name = "PORT", value_parser = trimmed::<u16>, help_heading = OUTPUT)]
     pub(crate) metrics_port: Option<u16>,
 
     /// Address for --metrics-port. Whoever reaches it can read the metrics: 0.0.0.0 means all interfaces. [default:
     /// 127.0.0.1]
-    #[arg(long, alias = "metrics_addr", value_name = "ADDRESS", value_parser = trimmed::<IpAddr>, help_heading = OUTPUT)]
+    #[arg(long, value_name = "ADDRESS", value_parser = trimmed::<IpAddr>, help_heading = OUTPUT)]
     pub(crate) metrics_addr: Option<IpAddr>,
 
     /// Seconds between asking workers to exit (with SIGTERM, or with the signal that ddprun received) and killing them:
     /// time to write a final checkpoint.
     #[arg(
         long,
-        alias = "shutdown_timeout",
         value_name = "SECONDS",
         value_parser = seconds,
         default_value = "30",
@@ -108,7 +111,6 @@ pub(crate) struct Options {
     /// kind kills them at once, unless it arrives within half a second of the first.
     #[arg(
         long,
-        alias = "signals_to_handle",
         env = "PET_SIGNALS_TO_HANDLE",
         value_name = "LIST",
         value_parser = signal::parse_list,
@@ -122,7 +124,6 @@ pub(crate) struct Options {
     /// died is replaced; the others continue. [default: 0]
     #[arg(
         long,
-        alias = "max_restarts",
         env = "PET_MAX_RESTARTS",
         value_name = "N",
         value_parser = trimmed::<u32>,
@@ -148,14 +149,13 @@ pub(crate) struct Options {
     /// Binds each worker to processors near its GPU: those of its NUMA `node`, those of the node's `socket`, cores of
     /// the node that no other worker has (`exclusive`), or those that share a cache (`core-complex`). Without GPUs,
     /// workers are distributed evenly over the nodes.
-    #[arg(long, alias = "numa_binding", env = "PET_NUMA_BINDING", value_name = "KIND", help_heading = RANKS)]
+    #[arg(long, env = "PET_NUMA_BINDING", value_name = "KIND", help_heading = RANKS)]
     pub(crate) numa_binding: Option<Binding>,
 
     /// Also gives each worker its local rank as its last argument, `--local-rank=N`, as torch.distributed.launch does; with
     /// `--pass-local-rank=--local_rank`, as older versions of it do. Programs for torchrun read LOCAL_RANK instead.
     #[arg(
         long,
-        alias = "pass_local_rank",
         value_name = "NAME",
         num_args = 0..=1,
         require_equals = true,

@@ -3,6 +3,8 @@ use std::str::FromStr;
 
 /// torchrun's variable with the template.
 pub(crate) const VARIABLE: &str = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE";
+/// torchrun's template.
+pub(crate) const DEFAULT: &str = "[${role_name}${local_rank}]:";
 
 /// Text with `${name}` or `$name` in it, and `$$` for `$`, as in Python's `string.Template`.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -11,27 +13,18 @@ pub(crate) struct Template(Vec<Part>);
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Part {
     Text(String),
-    Name(Name),
+    /// One of [`NAMES`].
+    Name(usize),
 }
 
-/// What a template may contain; the first three are torchrun's.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Name {
-    Role,
-    LocalRank,
-    Rank,
-    Host,
-    GroupRank,
-    RestartCount,
-}
-
-const NAMES: [(&str, Name); 6] = [
-    ("role_name", Name::Role),
-    ("local_rank", Name::LocalRank),
-    ("rank", Name::Rank),
-    ("host", Name::Host),
-    ("group_rank", Name::GroupRank),
-    ("restart_count", Name::RestartCount),
+/// The names in a template and what they stand for; the first three are torchrun's.
+const NAMES: [(&str, fn(&Source<'_>) -> String); 6] = [
+    ("role_name", |source| source.role_name.to_string()),
+    ("local_rank", |source| source.local_rank.to_string()),
+    ("rank", |source| source.rank.to_string()),
+    ("host", |source| source.host.to_string()),
+    ("group_rank", |source| source.group_rank.to_string()),
+    ("restart_count", |source| source.restart_count.to_string()),
 ];
 
 /// Whose lines they are.
@@ -42,13 +35,6 @@ pub(crate) struct Source<'a> {
     pub(crate) host: &'a str,
     pub(crate) group_rank: usize,
     pub(crate) restart_count: u32,
-}
-
-impl Default for Template {
-    fn default() -> Self {
-        let text = |text: &str| Part::Text(text.to_string());
-        Self(vec![text("["), Part::Name(Name::Role), Part::Name(Name::LocalRank), text("]:")])
-    }
 }
 
 impl FromStr for Template {
@@ -68,11 +54,11 @@ impl FromStr for Template {
                 Some(rest) => rest.split_once('}').ok_or("${ has no }")?,
                 None => rest.split_at(end),
             };
-            let known = NAMES.iter().find(|(known, _)| *known == name).ok_or_else(|| {
+            let known = NAMES.iter().position(|(known, _)| *known == name).ok_or_else(|| {
                 let names: Vec<String> = NAMES.iter().map(|(name, _)| format!("${{{name}}}")).collect();
                 format!("${{{name}}} is unknown: use {}, or $$ for $", names.join(", "))
             })?;
-            parts.push(Part::Name(known.1));
+            parts.push(Part::Name(known));
             text = after;
         }
         parts.push(Part::Text(text.to_string()));
@@ -85,12 +71,7 @@ impl Template {
     pub(crate) fn of(&self, source: &Source<'_>) -> String {
         let part = |part: &Part| match part {
             Part::Text(text) => text.clone(),
-            Part::Name(Name::Role) => source.role_name.to_string(),
-            Part::Name(Name::LocalRank) => source.local_rank.to_string(),
-            Part::Name(Name::Rank) => source.rank.to_string(),
-            Part::Name(Name::Host) => source.host.to_string(),
-            Part::Name(Name::GroupRank) => source.group_rank.to_string(),
-            Part::Name(Name::RestartCount) => source.restart_count.to_string(),
+            Part::Name(index) => NAMES.get(*index).map(|(_, value)| value(source)).unwrap_or_default(),
         };
         self.0.iter().map(part).collect()
     }
@@ -105,17 +86,15 @@ mod tests {
 
     #[test]
     fn names_are_replaced() {
-        assert_eq!(Template::default().of(&SOURCE), "[trainer1]:");
         for (template, expected) in [
             ("", ""),
             ("[${host} $rank]: ", "[node2 5]: "),
+            (DEFAULT, "[trainer1]:"),
             ("$role_name$local_rank", "trainer1"),
             ("$$${group_rank}/${restart_count}$$rank", "$2/3$rank"),
         ] {
             assert_eq!(template.parse::<Template>().unwrap().of(&SOURCE), expected, "{template}");
         }
-        let default = "[${role_name}${local_rank}]:".parse::<Template>().unwrap();
-        assert_eq!(default.of(&SOURCE), Template::default().of(&SOURCE));
     }
 
     #[test]

@@ -1,18 +1,16 @@
 //! The options that say which ranks there are, and where they meet.
-use super::hosts::Hosts;
+use super::hosts::{self, Hosts};
 use super::options::{RANKS, trimmed};
 use super::processes::Processes;
 use clap::builder::BoolishValueParser;
 
 /// Part of the command line of a run and of `ddprun check`.
 #[derive(Debug, Clone, PartialEq, Eq, clap::Args)]
-#[command(mut_args = |arg| arg.hide_env(true))]
 pub(crate) struct Ranks {
     /// Workers to start on this machine, which may be more or fewer than on others: a number, `gpu` (one per GPU in CUDA_VISIBLE_DEVICES), `cpu` (one per core
     /// that this process may use) or `auto` (`gpu` if there is one, otherwise `cpu`).
     #[arg(
         long,
-        alias = "nproc_per_node",
         env = "PET_NPROC_PER_NODE",
         value_name = "N|auto|cpu|gpu",
         default_value = "1",
@@ -27,16 +25,16 @@ pub(crate) struct Ranks {
     pub(crate) nnodes: String,
 
     /// Rank of this machine, from 0 to nnodes - 1. Machine 0 hosts the rendezvous store. [default: 0]
-    #[arg(long, alias = "node_rank", env = "PET_NODE_RANK", value_name = "N", value_parser = trimmed::<usize>, help_heading = RANKS)]
+    #[arg(long, env = "PET_NODE_RANK", value_name = "N", value_parser = trimmed::<usize>, help_heading = RANKS)]
     pub(crate) node_rank: Option<usize>,
 
     /// Name or address of machine 0; the ranks on all machines must be able to reach it. Required for several machines.
     /// [default: 127.0.0.1]
-    #[arg(long, alias = "master_addr", env = "PET_MASTER_ADDR", value_name = "HOST", help_heading = RANKS)]
+    #[arg(long, env = "PET_MASTER_ADDR", value_name = "HOST", help_heading = RANKS)]
     pub(crate) master_addr: Option<String>,
 
     /// Port of the store on machine 0. [default: a free port on one machine, 29500 on several]
-    #[arg(long, alias = "master_port", env = "PET_MASTER_PORT", value_name = "PORT", value_parser = trimmed::<u16>, help_heading = RANKS)]
+    #[arg(long, env = "PET_MASTER_PORT", value_name = "PORT", value_parser = trimmed::<u16>, help_heading = RANKS)]
     pub(crate) master_port: Option<u16>,
 
     /// Runs on this machine alone. The store's port is a free one, reserved from before the workers start until they
@@ -50,7 +48,7 @@ pub(crate) struct Ranks {
     #[arg(
         long,
         visible_alias = "rdzv-id",
-        aliases = ["run_id", "rdzv_id"],
+        alias = "rdzv_id",
         env = "PET_RDZV_ID",
         value_name = "ID",
         help_heading = RANKS
@@ -59,24 +57,24 @@ pub(crate) struct Ranks {
 
     /// How machines meet: `static` (a fixed number, each with its --node-rank, at --master-addr), or `c10d` (at
     /// --rdzv-endpoint, where they get their ranks). [default: static]
-    #[arg(long, alias = "rdzv_backend", env = "PET_RDZV_BACKEND", value_name = "static|c10d", help_heading = RANKS)]
+    #[arg(long, env = "PET_RDZV_BACKEND", value_name = "static|c10d", help_heading = RANKS)]
     pub(crate) rdzv_backend: Option<String>,
 
     /// Where machines meet with --rdzv-backend c10d. The machine that has this address hosts the store. [default port: 29400]
-    #[arg(long, alias = "rdzv_endpoint", env = "PET_RDZV_ENDPOINT", value_name = "HOST[:PORT]", help_heading = RANKS)]
+    #[arg(long, env = "PET_RDZV_ENDPOINT", value_name = "HOST[:PORT]", help_heading = RANKS)]
     pub(crate) rdzv_endpoint: Option<String>,
 
     /// Times of the meeting, in seconds, as KEY=VALUE,…: join_timeout (600: for the required machines),
     /// last_call_timeout (30: for more of them), keep_alive_interval (0.5) and keep_alive_max_attempt (10): a machine
     /// is dead after so many intervals without a sign of life; exit_barrier_timeout (300: how long a machine that has
     /// finished waits for the others). is_host=true makes this machine host the store.
-    #[arg(long, alias = "rdzv_conf", env = "PET_RDZV_CONF", value_name = "LIST", help_heading = RANKS)]
+    #[arg(long, env = "PET_RDZV_CONF", value_name = "LIST", help_heading = RANKS)]
     pub(crate) rdzv_conf: Option<String>,
 
     /// Starts the run on these machines from here, over ssh: HOST or HOST:WORKERS, with commas between them. Without a number,
     /// --nproc-per-node holds there. The first one hosts the store. ddprun, the program and the current folder must have the same path
     /// on all of them; the secret reaches them over ssh. Of the environment, they get CANDLE_DDP_…, NCCL_…, PET_… and RUST_….
-    #[arg(long, value_name = "LIST", help_heading = RANKS)]
+    #[arg(long, value_name = "LIST", value_parser = hosts::parse_list, help_heading = RANKS)]
     pub(crate) hosts: Option<Hosts>,
 
     /// Gives this variable of this machine, with its value, to the workers on all machines of --hosts. For several variables, give

@@ -34,29 +34,22 @@ impl FromStr for Streams {
 }
 
 /// A value of `--redirects` or `--tee`.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum StreamSelection {
-    /// The same for every worker.
-    Every(Streams),
-    /// By local rank; none for ranks that are not listed.
-    ByLocalRank(BTreeMap<usize, Streams>),
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub(crate) struct StreamSelection {
+    by_local_rank: BTreeMap<usize, Streams>,
+    /// Those of all other workers.
+    others: Streams,
 }
 
 impl StreamSelection {
     /// Returns the selection for the worker `local_rank`.
     pub(crate) fn of(&self, local_rank: usize) -> Streams {
-        match self {
-            Self::Every(streams) => *streams,
-            Self::ByLocalRank(map) => map.get(&local_rank).copied().unwrap_or_default(),
-        }
+        self.by_local_rank.get(&local_rank).copied().unwrap_or(self.others)
     }
 
     /// Returns the highest local rank in the list.
     pub(crate) fn last_named(&self) -> Option<usize> {
-        match self {
-            Self::Every(_) => None,
-            Self::ByLocalRank(map) => map.keys().next_back().copied(),
-        }
+        self.by_local_rank.keys().next_back().copied()
     }
 }
 
@@ -65,18 +58,18 @@ impl FromStr for StreamSelection {
 
     fn from_str(text: &str) -> Result<Self, String> {
         if !text.contains(':') {
-            return text.parse().map(Self::Every);
+            return Ok(Self { others: text.parse()?, ..Self::default() });
         }
-        let mut map = BTreeMap::new();
+        let mut by_local_rank = BTreeMap::new();
         for entry in text.split(',') {
             let wrong = || format!("{entry:?} is not LOCAL_RANK:STREAMS, as in 0:1,1:3");
             let (rank, streams) = entry.split_once(':').ok_or_else(wrong)?;
             let rank = rank.trim().parse().map_err(|_| wrong())?;
-            if map.insert(rank, streams.parse()?).is_some() {
+            if by_local_rank.insert(rank, streams.parse()?).is_some() {
                 return Err(format!("local rank {rank} is listed twice"));
             }
         }
-        Ok(Self::ByLocalRank(map))
+        Ok(Self { by_local_rank, ..Self::default() })
     }
 }
 

@@ -92,7 +92,7 @@ pub(crate) fn start(mut cli: Cli, is_check: bool) -> Result<End> {
     if !hosts::is_agent() {
         return hosts::run(&cli, hosts).map(End::now);
     }
-    let workers = cli.ranks.node_rank.and_then(|node_rank| hosts.0.get(node_rank)?.workers);
+    let workers = cli.ranks.node_rank.and_then(|node_rank| hosts.get(node_rank)?.workers);
     cli.ranks.nproc_per_node = workers.map_or(cli.ranks.nproc_per_node, Processes::Count);
     let (secret, variables) = hosts::follow()?;
     let config = Config::resolve(cli, &Host::detect())?;

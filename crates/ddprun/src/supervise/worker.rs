@@ -10,7 +10,7 @@ use crate::check;
 use crate::child;
 use crate::command::config::Config;
 use crate::command::layout::Topology;
-use crate::command::prefix::{self, Template};
+use crate::command::prefix;
 use crate::console::{Console, Target};
 use crate::error::{Error, Result};
 use crate::numa::OnCpus;
@@ -245,11 +245,10 @@ impl Starter<'_> {
                 (reader.into(), writer.into())
             }
         };
-        let template = config.options.log_line_prefix_template.as_ref();
         let prefix = tee.then(|| {
             let (role_name, group_rank) = (&config.options.role, self.topology.node_rank);
             let whose = prefix::Source { role_name, local_rank, rank, host: &host_name(), group_rank, restart_count };
-            template.map_or_else(|| Template::default().of(&whose), |template| template.of(&whose))
+            config.options.log_line_prefix_template.of(&whose)
         });
         let shown = visible.then(|| Lines::new(prefix, terminal));
         let tail = Tail::default();

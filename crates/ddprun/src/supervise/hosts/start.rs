@@ -2,7 +2,7 @@
 use super::{AGENT, MASTER_ADDR, NNODES, NODE_RANK};
 use crate::child;
 use crate::command::cli::Cli;
-use crate::command::hosts::{Host, Hosts};
+use crate::command::hosts::Host;
 use crate::command::options::Options;
 use crate::command::processes::Processes;
 use crate::command::secret::RunSecret;
@@ -29,22 +29,8 @@ use std::time::{Duration, Instant};
 
 /// ssh asks for no password, since its input is the agent's, and notices within 15 s that the other machine is gone or cannot be
 /// reached. Nothing of this machine is forwarded there, such as the user's ssh-agent, whatever the user's configuration says.
-const SSH: [&str; 14] = [
-    "ssh",
-    "-T",
-    "-a",
-    "-x",
-    "-o",
-    "ClearAllForwardings=yes",
-    "-o",
-    "BatchMode=yes",
-    "-o",
-    "ConnectTimeout=15",
-    "-o",
-    "ServerAliveInterval=5",
-    "-o",
-    "ServerAliveCountMax=3",
-];
+const SSH: &str = "ssh -T -a -x -o ClearAllForwardings=yes -o BatchMode=yes -o ConnectTimeout=15 -o ServerAliveInterval=5 \
+                   -o ServerAliveCountMax=3";
 /// ssh's exit code if the connection fails.
 const NO_CONNECTION: i32 = 255;
 /// How long agents may take to end, in addition to --shutdown-timeout, when they should.
@@ -68,7 +54,7 @@ struct Agent {
 }
 
 /// Runs the program of `cli` on `hosts`, with one ddprun on each, and returns the exit code: that of the first one that failed.
-pub(crate) fn run(cli: &Cli, hosts: &Hosts) -> Result<u8> {
+pub(crate) fn run(cli: &Cli, hosts: &[Host]) -> Result<u8> {
     check(cli, hosts)?;
     let variables = variables(&cli.ranks.env)?;
     let options = &cli.options;
@@ -80,7 +66,7 @@ pub(crate) fn run(cli: &Cli, hosts: &Hosts) -> Result<u8> {
     first_lines.extend(encode(&variables));
     first_lines.push(b'\n');
     let mut agents = Vec::new();
-    for (node_rank, host) in hosts.0.iter().enumerate() {
+    for (node_rank, host) in hosts.iter().enumerate() {
         let command = command(cli, hosts, node_rank)?;
         agents.push(start(cli.ranks.rsh.as_deref(), &host.name, &command, &first_lines, &intake, node_rank)?);
     }
@@ -88,7 +74,7 @@ pub(crate) fn run(cli: &Cli, hosts: &Hosts) -> Result<u8> {
 }
 
 /// Refuses what contradicts `--hosts`.
-fn check(cli: &Cli, hosts: &Hosts) -> Result<()> {
+fn check(cli: &Cli, hosts: &[Host]) -> Result<()> {
     let ranks = &cli.ranks;
     let given = [
         ("--nnodes", ranks.nnodes != "1"),
@@ -102,7 +88,7 @@ fn check(cli: &Cli, hosts: &Hosts) -> Result<()> {
     }
     let default = ranks.nproc_per_node;
     let is_ignored = |host: &Host| host.workers.is_some_and(|workers| Processes::Count(workers) != default);
-    if default != Processes::Count(NonZeroUsize::MIN) && hosts.0.iter().all(is_ignored) {
+    if default != Processes::Count(NonZeroUsize::MIN) && hosts.iter().all(is_ignored) {
         return Err(Error::usage(
             "--nproc-per-node",
             "has no effect, since --hosts has a number for each machine: omit it",
@@ -123,12 +109,12 @@ fn variables(names: &[String]) -> Result<Vec<(String, Vec<u8>)>> {
 }
 
 /// The command of the agent on a machine, for a shell there.
-fn command(cli: &Cli, hosts: &Hosts, node_rank: usize) -> Result<String> {
-    let first = hosts.0.first().map_or("", |host| &host.name);
+fn command(cli: &Cli, hosts: &[Host], node_rank: usize) -> Result<String> {
+    let first = hosts.first().map_or("", |host| &host.name);
     let first = first.rsplit_once('@').map_or(first, |(_, name)| name);
     let variables: Vec<(&str, String)> = vec![
         (AGENT, "1".to_string()),
-        (NNODES, hosts.0.len().to_string()),
+        (NNODES, hosts.len().to_string()),
         (NODE_RANK, node_rank.to_string()),
         (MASTER_ADDR, cli.ranks.master_addr.clone().unwrap_or_else(|| first.to_string())),
     ];
@@ -139,7 +125,7 @@ fn command(cli: &Cli, hosts: &Hosts, node_rank: usize) -> Result<String> {
     let others: Vec<_> = beginning_with(&FORWARDED).into_iter().filter(|(name, _)| !is_own(name)).collect();
     let folder = std::env::current_dir().map_err(|error| Error::io("finding the current folder", error))?;
     let program = std::env::current_exe().map_err(|error| Error::io("finding the program of ddprun", error))?;
-    let host = hosts.0.get(node_rank).map_or("", |host| &host.name);
+    let host = hosts.get(node_rank).map_or("", |host| &host.name);
     let says = |text: String, code: u8| {
         let text = quoted(OsStr::new(&format!("ddprun: {host}: {text}")));
         format!(" || {{ echo {} >&2; exit {code}; }}; ", text.to_string_lossy())
@@ -204,13 +190,10 @@ fn start(
     intake: &Intake,
     node_rank: usize,
 ) -> Result<Agent> {
-    let words: Vec<&str> = match rsh {
-        Some(rsh) => rsh.split_whitespace().collect(),
-        None => SSH.to_vec(),
-    };
-    let (program, arguments) = words.split_first().ok_or_else(|| Error::usage("--rsh", "is empty"))?;
+    let mut words = rsh.unwrap_or(SSH).split_whitespace();
+    let program = words.next().ok_or_else(|| Error::usage("--rsh", "is empty"))?;
     let mut command = Command::new(program);
-    command.args(arguments).arg(host).arg(script);
+    command.args(words).arg(host).arg(script);
     command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
     // The terminal's signals are for this process, which forwards them.
     command.process_group(0);
@@ -219,21 +202,10 @@ fn start(
     let started = command.spawn();
     let mut process = started.map_err(|error| Error::Program { program: program.to_string(), error, hint })?;
     let pid = Pid::from_child(&process);
-    let streams = [
-        (Target::Stdout, process.stdout.take().map(Into::into)),
-        (Target::Stderr, process.stderr.take().map(Into::into)),
-    ];
-    for (target, fd) in streams {
-        let shown = Some(Lines::new(None, false));
-        intake.add(Source {
-            fd,
-            local_rank: node_rank,
-            restart_count: 0,
-            target,
-            shown,
-            file: None,
-            tail: Tail::default(),
-        });
+    let (stdout, stderr) = (process.stdout.take().map(Into::into), process.stderr.take().map(Into::into));
+    for (target, fd) in [(Target::Stdout, stdout), (Target::Stderr, stderr)] {
+        let (shown, tail) = (Some(Lines::new(None, false)), Tail::default());
+        intake.add(Source { fd, local_rank: node_rank, restart_count: 0, target, shown, file: None, tail });
     }
     let mut input = process.stdin.take();
     // If the connection has failed already, its end says so.
@@ -328,14 +300,12 @@ fn reap(agents: &mut [Agent], failed: &mut Option<Failed>, deadline: &mut Option
         let Some(agent) = agents.iter_mut().find(|agent| agent.pid == pid) else { continue };
         let how = Exit::new(status);
         (agent.ended, agent.input) = (Some(how), None);
-        if how == Exit::Code(0) {
-            continue;
-        }
-        if how == Exit::Code(NO_CONNECTION) || matches!(how, Exit::Signal(_)) {
+        if let Exit::Signal(_) | Exit::Code(NO_CONNECTION) = how {
             message(format_args!("the connection to {} has ended ({how}): its output is above", agent.host));
         }
         // The agents of a run end together, and say why.
         let alone = match how {
+            Exit::Code(0) => continue,
             Exit::Signal(_) | Exit::Code(NO_CONNECTION | 2 | 126 | 127) => None,
             Exit::Code(_) | Exit::NotReplaced => Instant::now().checked_add(TOGETHER),
         };
