@@ -10,7 +10,7 @@ use crate::console::{Console, Target, message};
 use crate::error::{Error, Result};
 use crate::tail::plain;
 use candle_ddp_rendezvous::secret;
-use clap::CommandFactory;
+use clap::{CommandFactory, ValueEnum};
 use serde::{Deserialize, Serialize};
 use std::process::{Command, Stdio};
 
@@ -35,7 +35,8 @@ pub(crate) fn of_this_machine(config: &Config, tolerance: Tolerance) -> Result<F
     command.args(["check", "--quick", "--json", "--standalone"]);
     command.arg(format!("--tolerance={tolerance}"));
     command.arg(format!("--nproc-per-node={}", config.topology.local_world_size()));
-    command.args(config.options.numa_binding.map(|binding| format!("--numa-binding={}", binding.name())));
+    let binding = config.options.numa_binding.and_then(|binding| binding.to_possible_value());
+    command.args(binding.map(|binding| format!("--numa-binding={}", binding.get_name())));
     // Options and the secret are for the run.
     let cli = Cli::command();
     cli.get_arguments().filter_map(|argument| argument.get_env()).for_each(|name| {

@@ -2,9 +2,7 @@
 use super::compute::median;
 use super::measured::{Measured, Node, Verdict};
 use super::network::{Link, SIZES};
-use crate::view::status::table;
-
-const UNKNOWN: &str = "-";
+use crate::view::status::{UNKNOWN, or_unknown, table};
 
 /// The measurements of all ranks, and the verdict.
 pub(super) fn text(ranks: &[Measured], verdict: &Verdict) -> String {
@@ -97,8 +95,4 @@ fn all_reduce(ranks: &[Measured]) -> String {
         return String::new();
     }
     format!("\nall-reduce over {} rank(s): {}\n", ranks.len(), shown.join(", "))
-}
-
-fn or_unknown(value: Option<impl ToString>) -> String {
-    value.map_or_else(|| UNKNOWN.to_string(), |value| value.to_string())
 }

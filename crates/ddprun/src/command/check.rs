@@ -2,7 +2,7 @@
 use super::options::RANKS;
 use super::ranks::Ranks;
 use super::tolerance::Tolerance;
-use crate::numa::Binding;
+use crate::numa::{self, Binding};
 
 /// The name of the hidden mode.
 pub(crate) const WORKER: &str = "check-worker";
@@ -42,7 +42,7 @@ pub(crate) struct Check {
     pub(crate) manner: Manner,
 
     /// Binds each rank to processors, as in a run.
-    #[arg(long, value_name = "KIND", help_heading = RANKS)]
+    #[arg(long, value_name = "KIND", value_parser = numa::parse, help_heading = RANKS)]
     pub(crate) numa_binding: Option<Binding>,
 
     /// The store has no secret, as in a run.

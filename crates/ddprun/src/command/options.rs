@@ -2,7 +2,7 @@
 use super::prefix::{self, Template};
 use super::streams::{LocalRanks, StreamSelection};
 use super::tolerance::Tolerance;
-use crate::numa::Binding;
+use crate::numa::{self, Binding};
 use crate::signal::{self, Signals};
 use clap::Arg;
 use std::net::IpAddr;
@@ -149,7 +149,7 @@ pub(crate) struct Options {
     /// Binds each worker to processors near its GPU: those of its NUMA `node`, those of the node's `socket`, cores of
     /// the node that no other worker has (`exclusive`), or those that share a cache (`core-complex`). Without GPUs,
     /// workers are distributed evenly over the nodes.
-    #[arg(long, env = "PET_NUMA_BINDING", value_name = "KIND", help_heading = RANKS)]
+    #[arg(long, env = "PET_NUMA_BINDING", value_name = "KIND", value_parser = numa::parse, help_heading = RANKS)]
     pub(crate) numa_binding: Option<Binding>,
 
     /// Also gives each worker its local rank as its last argument, `--local-rank=N`, as torch.distributed.launch does; with
@@ -163,23 +163,4 @@ pub(crate) struct Options {
         help_heading = RANKS
     )]
     pub(crate) pass_local_rank: Option<String>,
-}
-
-#[cfg(test)]
-mod tests {
-    use crate::command::cli::Cli;
-    use clap::Parser;
-
-    #[test]
-    fn wrong_values_say_what_is_right() {
-        for (option, value, hint) in [
-            ("--shutdown-timeout", "-1", "a non-negative number of seconds"),
-            ("--shutdown-timeout", "NaN", "a non-negative number of seconds"),
-            ("--signals-to-handle", "SIGFOO", "SIGFOO is not a signal that can end a run"),
-            ("--signals-to-handle", "SIGKILL", "SIGKILL is not a signal that can end a run"),
-        ] {
-            let error = Cli::try_parse_from(["ddprun", &format!("{option}={value}"), "x"]).unwrap_err().to_string();
-            assert!(error.contains(option) && error.contains(hint), "{option}={value}: {error}");
-        }
-    }
 }

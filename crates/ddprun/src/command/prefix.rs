@@ -17,8 +17,10 @@ enum Part {
     Name(usize),
 }
 
+type Value = fn(&Source<'_>) -> String;
+
 /// The names in a template and what they stand for; the first three are torchrun's.
-const NAMES: [(&str, fn(&Source<'_>) -> String); 6] = [
+const NAMES: [(&str, Value); 6] = [
     ("role_name", |source| source.role_name.to_string()),
     ("local_rank", |source| source.local_rank.to_string()),
     ("rank", |source| source.rank.to_string()),

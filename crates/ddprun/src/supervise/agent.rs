@@ -167,7 +167,7 @@ impl<'a> Agent<'a> {
 
     /// Records a failure after which the run continues.
     pub(crate) fn survive(&mut self, verdict: Verdict) {
-        self.judge.survive(verdict, self.restart_count);
+        self.judge.verdicts.add(verdict, Outcome::Continues, self.restart_count);
     }
 
     /// Records that the run has ended well.

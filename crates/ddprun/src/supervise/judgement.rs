@@ -7,7 +7,7 @@ use crate::command::layout::Topology;
 use crate::console::Target;
 use crate::tail::Tail;
 use crate::time;
-use crate::verdict::{Evidence, How, Outcome, VERDICT, Verdict, Verdicts, WorkerError, section};
+use crate::verdict::{Evidence, How, VERDICT, Verdict, Verdicts, WorkerError, section};
 use candle_ddp_base::flight_record::{FOLDER_VARIABLE, explain, read_folder};
 use candle_ddp_base::host::host_name;
 use candle_ddp_base::text::ranks;
@@ -50,11 +50,6 @@ impl<'a> Judge<'a> {
         // Errors told by a worker that succeeded do not count.
         let errors = workers.iter().map(|worker| error(worker).filter(|_| !worker.has_succeeded())).collect();
         Findings { judge: self, workers, remains, errors, topology }
-    }
-
-    /// Keeps the verdict on a failure that the run survives.
-    pub(crate) fn survive(&mut self, verdict: Verdict, restarts: u32) {
-        self.verdicts.add(verdict, Outcome::Continues, restarts);
     }
 
     fn how(&self, exit: Exit) -> How {

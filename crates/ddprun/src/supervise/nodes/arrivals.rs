@@ -7,7 +7,6 @@ use crate::command::layout::Layout;
 use crate::command::terms::Pace;
 use crate::supervise::worker::Exit;
 use candle_ddp_rendezvous::{Decision, Generations, Member};
-use std::sync::Arc;
 use std::time::Duration;
 
 #[test]
@@ -150,8 +149,7 @@ fn elastic(min_nodes: usize) -> (Fixture, Generations) {
     let mut fixture = Fixture::new(min_nodes, 3, 0, false);
     [1, 3, 2].into_iter().zip(0..).for_each(|(workers, slot)| come(&mut fixture, slot, workers));
     started(&mut fixture, &[1, 3, 2]);
-    let log = Generations::new(Generations::agent_prefix(0), Arc::clone(&fixture.run.store));
-    log.announce(1).unwrap();
+    let log = fixture.announce(1);
     (fixture, log)
 }
 
@@ -208,8 +206,7 @@ fn a_new_node_of_an_elastic_run_gets_the_ranks_after_all_others() {
     fixture.actions();
     fixture.now += Pace::default().last_call_timeout;
     started(&mut fixture, &[2, 1]);
-    let log = Generations::new(Generations::agent_prefix(0), Arc::clone(&fixture.run.store));
-    log.announce(1).unwrap();
+    let log = fixture.announce(1);
     come(&mut fixture, 2, 2);
     let entries = fixture.entries();
     let [Entry::Admit(admission)] = &entries[..] else { panic!("{entries:?}") };

@@ -178,7 +178,7 @@ impl Desk {
     }
 
     fn hear_beats(&mut self, run: &mut Run, most: u32) -> candle_ddp_rendezvous::Result<()> {
-        let slots: Vec<Slot> = run.nodes().collect();
+        let slots: Vec<Slot> = run.nodes.keys().copied().collect();
         self.beats.retain(|slot, _| slots.contains(slot));
         let keys: Vec<String> = slots.iter().map(|slot| beat_key(*slot)).collect();
         let keys: Vec<&str> = keys.iter().map(String::as_str).collect();
@@ -197,7 +197,7 @@ impl Desk {
     }
 
     fn carry_out(&mut self, run: &mut Run) -> candle_ddp_rendezvous::Result<()> {
-        for action in run.take_actions() {
+        for action in std::mem::take(&mut run.actions) {
             match action {
                 Action::Write(entry) => {
                     match &entry {

@@ -5,7 +5,6 @@ use super::tests::{Fixture, start};
 use crate::check::Fitness;
 use crate::command::layout::Layout;
 use candle_ddp_rendezvous::{Decision, Generations, Member};
-use std::sync::Arc;
 use std::time::Duration;
 
 /// A node comes whose slowest core makes `product` MFLOP/s. Returns why it is refused.
@@ -120,8 +119,7 @@ fn nodes_without_a_check_are_not_compared() {
 /// Two nodes of an elastic run, and a spare.
 fn with_spare() -> (Fixture, Generations) {
     let mut fixture = Fixture::of_two(2, 0, false);
-    let log = Generations::new(Generations::agent_prefix(0), Arc::clone(&fixture.run.store));
-    log.announce(2).unwrap();
+    let log = fixture.announce(2);
     fixture.join(2);
     assert_eq!(fixture.actions(), []);
     (fixture, log)

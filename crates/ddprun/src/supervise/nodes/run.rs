@@ -143,15 +143,6 @@ impl Run {
         }
     }
 
-    /// The nodes that are alive.
-    pub(super) fn nodes(&self) -> impl Iterator<Item = Slot> + '_ {
-        self.nodes.keys().copied()
-    }
-
-    pub(super) fn take_actions(&mut self) -> Vec<Action> {
-        std::mem::take(&mut self.actions)
-    }
-
     /// Whether no agent needs the coordinator any more.
     pub(super) fn is_over(&self) -> bool {
         let is_left = self.has_ended() && self.has_host && self.nodes.is_empty() && self.refused.is_empty();

@@ -65,6 +65,13 @@ impl Fixture {
         }
     }
 
+    /// The ranks say that they run elastically, with `least` of them or more. Returns the log of their generations.
+    pub(super) fn announce(&self, least: usize) -> Generations {
+        let log = Generations::new(Generations::agent_prefix(0), Arc::clone(&self.run.store));
+        log.announce(least).unwrap();
+        log
+    }
+
     pub(super) fn tell(&mut self, slot: Slot, message: Message) {
         self.run.on_message(slot, message);
     }
@@ -78,7 +85,7 @@ impl Fixture {
     /// The actions of the run until now, without the verdicts on failures after which it continues.
     pub(super) fn actions(&mut self) -> Vec<Action> {
         self.run.on_time(self.now);
-        let mut actions = self.run.take_actions();
+        let mut actions = std::mem::take(&mut self.run.actions);
         actions.retain(|action| match action {
             Action::Write(Entry::Failure(verdict)) => {
                 self.survived.push((**verdict).clone());
@@ -149,33 +156,26 @@ fn nodes_meet_and_finish() {
 }
 
 #[test]
-fn the_others_start_again_without_a_silent_node() {
-    let mut fixture = Fixture::of_two(1, 0, false);
-    fixture.run.on_silence(1);
-    let reason = fixture.restart_reason();
-    assert!(reason.starts_with("node 1 (host host1) has given no sign of life for 5 s"), "{reason}");
-    assert!(reason.ends_with("Restarting all workers, on 1 node(s)"), "{reason}");
-    fixture.tell(0, Message::Ended(None));
-    assert_eq!(fixture.actions(), [Action::Clear, start(1, 1, &[0])]);
-}
-
-#[test]
-fn a_last_will_is_as_good_as_silence() {
-    let mut fixture = Fixture::of_two(1, 0, false);
-    fixture.tell(1, Message::Gone);
-    let reason = fixture.restart_reason();
-    assert!(reason.starts_with("node 1 (host host1) is gone: its ddprun ended without a word"), "{reason}");
-    fixture.tell(0, Message::Ended(None));
-    assert_eq!(fixture.actions(), [Action::Clear, start(1, 1, &[0])]);
-    fixture.tell(1, Message::Gone);
-    assert_eq!(fixture.actions(), []);
-
-    let (reason, code) = {
-        let mut fixture = Fixture::of_two(2, 1, true);
+fn a_node_that_is_silent_or_gone_is_lost() {
+    type Loss = fn(&mut Run);
+    let losses: [(Loss, &str); 2] = [
+        (|run| run.on_silence(1), "node 1 (host host1) has given no sign of life for 5 s"),
+        (|run| run.on_message(1, Message::Gone), "node 1 (host host1) is gone: its ddprun ended without a word"),
+    ];
+    for (lose, begins) in losses {
+        let mut fixture = Fixture::of_two(1, 0, false);
+        lose(&mut fixture.run);
+        let reason = fixture.restart_reason();
+        assert!(reason.starts_with(begins) && reason.ends_with("Restarting all workers, on 1 node(s)"), "{reason}");
+        fixture.tell(0, Message::Ended(None));
+        assert_eq!(fixture.actions(), [Action::Clear, start(1, 1, &[0])]);
         fixture.tell(1, Message::Gone);
-        fixture.failure()
-    };
-    assert!(reason.starts_with("node 1 (host host1) is gone") && code == 1, "{reason}");
+        assert_eq!(fixture.actions(), []);
+        let mut fixture = Fixture::of_two(2, 1, true);
+        lose(&mut fixture.run);
+        let (reason, code) = fixture.failure();
+        assert!(reason.starts_with(begins) && code == 1, "{reason}");
+    }
 }
 
 #[test]
@@ -245,8 +245,7 @@ fn stopped(least: usize) -> (Fixture, Generations) {
     let mut fixture = Fixture::new(3, 3, 5, true);
     (0..3).for_each(|slot| fixture.join(slot));
     fixture.actions();
-    let log = Generations::new(Generations::agent_prefix(0), Arc::clone(&fixture.run.store));
-    log.announce(least).unwrap();
+    let log = fixture.announce(least);
     fixture.tell(0, Message::Leave { reason: "ddprun received SIGTERM".into(), signal: Some(15) });
     assert!(matches!(fixture.entries()[..], [Entry::Failed { signal: Some(15), .. }]));
     assert_eq!(log.get(1).unwrap(), None);
@@ -287,8 +286,7 @@ fn while_a_signal_ends_the_run_elastic_ranks_continue_without_those_that_end() {
 fn a_signal_to_a_node_of_an_elastic_run_is_no_failure_of_its_ranks() {
     for slot in [0, 1] {
         let mut fixture = Fixture::of_two(2, 5, true);
-        let log = Generations::new(Generations::agent_prefix(0), Arc::clone(&fixture.run.store));
-        log.announce(2).unwrap();
+        let log = fixture.announce(2);
         fixture.tell(slot, Message::Leave { reason: "ddprun received SIGTERM".into(), signal: Some(15) });
         assert!(matches!(fixture.entries()[..], [Entry::Failed { signal: Some(15), .. }]));
         assert_eq!(log.get(1).unwrap(), None);

@@ -12,7 +12,7 @@ const SIZE: (u32, u32) = (560, 280);
 pub(super) const MOST: usize = 16;
 
 /// A curve: its name and its points.
-pub(super) type Curve<'a> = (&'a str, &'a [(f64, f64)]);
+pub(super) type Curve<'a> = (String, &'a [(f64, f64)]);
 
 /// An area in the middle of drawing.
 pub(super) type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
@@ -71,7 +71,7 @@ pub(super) fn figure(title: &str, position: &str, curves: &[Curve<'_>]) -> Strin
     let Some(svg) = drawn else { return String::new() };
     let lost = curves.iter().flat_map(|(_, points)| points.iter()).filter(|(_, value)| !value.is_finite()).count();
     let lost = if lost > 0 { format!(" ({lost} points are not finite)") } else { String::new() };
-    let names: Vec<&str> = curves.iter().map(|(name, _)| *name).collect();
+    let names: Vec<&str> = curves.iter().map(|(name, _)| name.as_str()).collect();
     let title = escape(title);
     let caption = format!("<figcaption>{title} <small>by {}{lost}</small></figcaption>", escape(position));
     format!(

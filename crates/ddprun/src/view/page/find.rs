@@ -2,9 +2,10 @@
 use crate::error::{Error, Result};
 use crate::verdict::VERDICT;
 use crate::view::status::RECORD;
-use candle_ddp_base::file::rank_in;
+use candle_ddp_base::file::{open_left, rank_in};
 use candle_ddp_base::flight_record::SUFFIX;
 use std::collections::{BTreeMap, BTreeSet};
+use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
 
 /// A run's files lie at most so deep: `LOG_DIR/RUN_ID/attempt_0/0`.
@@ -79,4 +80,15 @@ pub(super) fn find(folder: &Path) -> Result<Found> {
     found.traces = traces.into_values().collect();
     found.traces.iter_mut().for_each(|files| files.sort());
     Ok(found)
+}
+
+/// Passes on the lines of a file, in pieces of `longest` bytes: a file that is something else takes no more memory.
+pub(super) fn lines(file: &Path, longest: u64, mut each: impl FnMut(&[u8])) -> std::io::Result<()> {
+    let mut file = BufReader::new(open_left(file)?);
+    let mut line = Vec::new();
+    while file.by_ref().take(longest).read_until(b'\n', &mut line)? > 0 {
+        each(&line);
+        line.clear();
+    }
+    Ok(())
 }

@@ -1,13 +1,11 @@
 //! The curves of a file of JSON lines.
 use super::series::Series;
-use super::{chart, html, number};
-use candle_ddp_base::file::open_left;
+use super::{chart, find, html, number};
 use serde_json::{Map, Value};
 use std::collections::BTreeMap;
-use std::io::{BufRead, BufReader, Read};
 use std::path::Path;
 
-/// The longest line that counts: a file that is something else takes no more memory.
+/// The longest line that counts.
 const LONGEST: u64 = 1 << 20;
 /// The most curves of a file.
 const CURVES: usize = 64;
@@ -23,19 +21,19 @@ pub(super) struct Metrics {
 pub(super) fn read(folder: &Path, file: &Path, notes: &mut Vec<String>) -> Option<Metrics> {
     let name = file.strip_prefix(folder).unwrap_or(file).display().to_string();
     let mut metrics = Metrics { name: name.clone(), curves: BTreeMap::new() };
-    match metrics.fill(file) {
-        Err(error) => notes.push(format!("{name} cannot be read: {error}")),
-        Ok(Skipped { lines, others, curves }) => {
-            if lines > 0 {
-                notes.push(format!("{name}: {lines} lines are torn, or are not JSON objects"));
-            }
-            if others > 0 {
-                notes.push(format!("{name}: {others} lines have no \"step\" and no \"epoch\""));
-            }
-            if curves {
-                notes.push(format!("{name}: only the first {CURVES} of its curves are shown"));
-            }
-        }
+    let mut skipped = Skipped::default();
+    if let Err(error) = find::lines(file, LONGEST, |line| metrics.add(line, &mut skipped)) {
+        notes.push(format!("{name} cannot be read: {error}"));
+    }
+    let Skipped { lines, others, curves } = skipped;
+    if lines > 0 {
+        notes.push(format!("{name}: {lines} lines are torn, or are not JSON objects"));
+    }
+    if others > 0 {
+        notes.push(format!("{name}: {others} lines have no \"step\" and no \"epoch\""));
+    }
+    if curves {
+        notes.push(format!("{name}: only the first {CURVES} of its curves are shown"));
     }
     (!metrics.curves.is_empty()).then_some(metrics)
 }
@@ -48,26 +46,11 @@ struct Skipped {
 }
 
 impl Metrics {
-    fn fill(&mut self, file: &Path) -> std::io::Result<Skipped> {
-        let mut skipped = Skipped::default();
-        let mut file = BufReader::new(open_left(file)?);
-        let mut line = Vec::new();
-        loop {
-            line.clear();
-            if file.by_ref().take(LONGEST).read_until(b'\n', &mut line)? == 0 {
-                return Ok(skipped);
-            }
-            if line.trim_ascii().is_empty() {
-                continue;
-            }
-            match serde_json::from_slice::<Map<String, Value>>(&line) {
-                Ok(fields) => self.add(fields, &mut skipped),
-                Err(_) => skipped.lines += 1,
-            }
-        }
-    }
-
-    fn add(&mut self, fields: Map<String, Value>, skipped: &mut Skipped) {
+    fn add(&mut self, line: &[u8], skipped: &mut Skipped) {
+        let Ok(fields) = serde_json::from_slice::<Map<String, Value>>(line) else {
+            skipped.lines += usize::from(!line.trim_ascii().is_empty());
+            return;
+        };
         let position = ["step", "epoch"].into_iter().find_map(|name| Some((name, fields.get(name)?.as_f64()?)));
         let Some((position, at)) = position else {
             skipped.others += 1;
@@ -94,7 +77,7 @@ impl Metrics {
     pub(super) fn html(&self) -> String {
         let mut charts: BTreeMap<(Group<'_>, &str), Vec<chart::Curve<'_>>> = BTreeMap::new();
         for ((position, name), series) in &self.curves {
-            charts.entry((Group::of(name), *position)).or_default().push((name, series.points()));
+            charts.entry((Group::of(name), *position)).or_default().push((name.clone(), series.points()));
         }
         let mut figures = String::new();
         for ((group, position), curves) in &charts {

@@ -1,10 +1,8 @@
 //! How long each rank waited, from the reports that ddprun records in its log folder.
 use super::series::Series;
-use super::{chart, html, number};
+use super::{chart, find, html, number};
 use crate::view::status::{LISTED, Line, Since, Told, holdup};
-use candle_ddp_base::file::open_left;
 use std::collections::BTreeMap;
-use std::io::{BufRead, BufReader, Read};
 use std::path::Path;
 
 /// The longest line that counts. It has a report of each of [`LISTED`] ranks.
@@ -56,12 +54,20 @@ pub(super) fn read(folder: &Path, file: &Path, notes: &mut Vec<String>) -> Optio
     let name = file.strip_prefix(folder).unwrap_or(file).display().to_string();
     let place = html::place(folder, file.parent().unwrap_or(folder));
     let mut ranks = Ranks { place, ..Ranks::default() };
-    let mut torn = 0;
-    let read = lines(file, &mut torn, |line| ranks.add(line)).and_then(|()| {
+    let parse = |text: &[u8]| {
+        let mut line: Line = serde_json::from_slice(text).ok()?;
+        line.ranks.retain(|told| told.rank < LISTED);
+        Some(line)
+    };
+    let (mut torn, mut begun, mut last) = (0, None, BTreeMap::new());
+    let add = |text: &[u8]| match parse(text) {
+        Some(line) => ranks.add(line),
+        None => torn += 1,
+    };
+    let read = find::lines(file, LONGEST, add).and_then(|()| {
         ranks.choose();
-        let mut last = BTreeMap::new();
-        let mut begun = None;
-        lines(file, &mut 0, |line| {
+        find::lines(file, LONGEST, |text| {
+            let Some(line) = parse(text) else { return };
             let at = line.at.saturating_sub(*begun.get_or_insert(line.at)) as f64 / 1e3;
             ranks.draw(at, line, &mut last);
         })
@@ -73,24 +79,6 @@ pub(super) fn read(folder: &Path, file: &Path, notes: &mut Vec<String>) -> Optio
         notes.push(format!("{name}: {torn} lines are torn, or no ddprun has written them"));
     }
     (!ranks.ranks.is_empty()).then_some(ranks)
-}
-
-fn lines(file: &Path, torn: &mut usize, mut each: impl FnMut(Line)) -> std::io::Result<()> {
-    let mut file = BufReader::new(open_left(file)?);
-    let mut text = Vec::new();
-    loop {
-        text.clear();
-        if file.by_ref().take(LONGEST).read_until(b'\n', &mut text)? == 0 {
-            return Ok(());
-        }
-        match serde_json::from_slice::<Line>(&text) {
-            Ok(mut line) => {
-                line.ranks.retain(|told| told.rank < LISTED);
-                each(line);
-            }
-            Err(_) => *torn += 1,
-        }
-    }
 }
 
 impl Ranks {
@@ -130,9 +118,7 @@ impl Ranks {
     }
 
     pub(super) fn html(&self) -> String {
-        let names: Vec<String> = self.curves.keys().map(|rank| format!("rank {rank}")).collect();
-        let curves: Vec<_> =
-            names.iter().zip(self.curves.values()).map(|(name, curve)| (name.as_str(), curve.points())).collect();
+        let curves: Vec<_> = self.curves.iter().map(|(rank, curve)| (format!("rank {rank}"), curve.points())).collect();
         let chart = chart::figure("Waiting for the others, in % of the time", "second of the record", &curves);
         let row = |(rank, of): (&usize, &Rank)| {
             let or_unknown = |value: Option<f64>| value.map_or_else(|| "-".to_string(), number::text);

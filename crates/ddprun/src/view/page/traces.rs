@@ -77,9 +77,8 @@ fn of_rank(rank: usize, file: &Path) -> candle_ddp_rendezvous::Result<Rank> {
 
 impl Traces {
     pub(super) fn html(&self) -> String {
-        let names: Vec<String> = self.ranks.iter().map(|rank| format!("rank {}", rank.rank)).collect();
         let curves: Vec<_> =
-            names.iter().zip(&self.ranks).map(|(name, rank)| (name.as_str(), rank.waits.points())).collect();
+            self.ranks.iter().map(|rank| (format!("rank {}", rank.rank), rank.waits.points())).collect();
         let waits = chart::figure("Waiting for the others, in milliseconds", "traced step", &curves);
         let row = |rank: &Rank| {
             let mean = if rank.steps > 0 { rank.waited / rank.steps as f64 } else { 0. };

@@ -9,13 +9,12 @@ mod snapshot;
 mod source;
 mod table;
 
-pub(crate) use table::table;
-
 pub(crate) use document::{NodeStatus, Phase, RUN_STATUS, RunStatus};
 pub(crate) use record::{Line, RECORD, Recorder, Told};
 pub(crate) use slow::{Since, SlowRanks, holdup};
 pub(crate) use snapshot::LISTED;
 pub(crate) use source::Source;
+pub(crate) use table::{UNKNOWN, or_unknown, table};
 
 use crate::error::{Error, Result};
 use crate::tail::plain;

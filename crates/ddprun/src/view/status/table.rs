@@ -7,7 +7,7 @@ use candle_ddp_rendezvous::{RankStatus, milliseconds};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 /// Stands for an unknown value.
-const UNKNOWN: &str = "-";
+pub(crate) const UNKNOWN: &str = "-";
 
 /// Shows `snapshot`, which was taken at `now`.
 pub(super) fn text(snapshot: &Snapshot, now: SystemTime) -> String {
@@ -69,7 +69,7 @@ fn rank_row(snapshot: &Snapshot, rank: usize, told: Option<&RankStatus>, now: Sy
     ]
 }
 
-fn or_unknown(value: Option<impl ToString>) -> String {
+pub(crate) fn or_unknown(value: Option<impl ToString>) -> String {
     value.map_or_else(|| UNKNOWN.to_string(), |value| value.to_string())
 }
 
