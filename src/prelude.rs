@@ -1,7 +1,7 @@
 //! The names that most programs use: `use candle_ddp::prelude::*;`.
 //!
-//! It has what `examples/train.rs` and the quick start use of this crate and of candle, apart from layers: take those from
-//! [`nn`](crate::nn). `Optimizer` is this crate's trait. `docs/migrating.md` lists the names.
+//! It has what `examples/train.rs` and the quick start use of this crate and of candle, apart from layers and random data: take those
+//! from [`nn`](crate::nn) and [`seed`](crate::seed). `Optimizer` is this crate's trait. `docs/migrating.md` lists the names.
 #[doc(no_inline)]
 pub use crate::checkpoint::{self, Checkpointer, CheckpointerOptions, Parts, StateDict};
 #[doc(no_inline)]
@@ -42,7 +42,7 @@ mod tests {
     fn it_has_what_the_examples_use() {
         let (train, minimal) = (include_str!("../examples/train.rs"), include_str!("../examples/minimal.rs"));
         let imports = train.lines().filter(|line| line.starts_with("use candle_ddp::") && !line.contains("::nn::"));
-        assert_eq!(imports.collect::<Vec<_>>(), ["use candle_ddp::prelude::*;"]);
+        assert_eq!(imports.collect::<Vec<_>>(), ["use candle_ddp::prelude::*;", "use candle_ddp::seed::Generator;"]);
         let words = |text: &'static str| text.split(|c: char| !c.is_alphanumeric() && c != '_');
         let used: BTreeSet<&str> = words(train).chain(words(minimal)).collect();
         // The trait is used by its methods.

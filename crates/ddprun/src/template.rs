@@ -4,7 +4,7 @@ use crate::error::{Error, Result};
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// The files of a package. In them, NAME is its name and CANDLE_DDP the source of the library.
+/// The files of a package. In them, NAME is its name and CANDLE_DDP the source of the library. The program is an example of candle-ddp.
 const FILES: [(&str, &str); 4] = [
     ("Cargo.toml", include_str!("../template/Cargo.toml.in")),
     ("src/main.rs", include_str!("../template/main.rs")),
@@ -44,7 +44,8 @@ fn write(folder: &Path, name: &str, library: &str) -> std::io::Result<()> {
     for (file, text) in FILES {
         let path = folder.join(file);
         fs::create_dir_all(path.parent().unwrap_or(folder))?;
-        fs::write(path, text.replace("CANDLE_DDP", library).replace("NAME", name))?;
+        let text = text.replace("--example train", "--bin NAME").replace("CANDLE_DDP", library);
+        fs::write(path, text.replace("NAME", name))?;
     }
     Ok(())
 }
