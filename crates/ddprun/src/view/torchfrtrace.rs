@@ -5,55 +5,10 @@
 use crate::error::{Error, Result};
 use candle_ddp_base::file::{PreparedFile, Progress};
 use candle_ddp_base::flight_record::{CallRecord, CallState, ChannelKind, GroupRecord, RankRecord};
-use serde::Serialize;
-use std::collections::{BTreeMap, HashMap};
+use serde_json::{Map, Value, json};
+use std::collections::HashMap;
 use std::io;
 use std::path::Path;
-
-#[derive(Serialize)]
-struct Dump {
-    version: &'static str,
-    pg_config: BTreeMap<String, Group>,
-    entries: Vec<Entry>,
-}
-
-#[derive(Serialize)]
-struct Group {
-    name: String,
-    desc: &'static str,
-    /// A list, as text.
-    ranks: String,
-}
-
-#[derive(Serialize)]
-struct Entry {
-    record_id: usize,
-    pg_id: usize,
-    process_group: (String, &'static str),
-    collective_seq_id: u64,
-    p2p_seq_id: u64,
-    op_id: u64,
-    is_p2p: bool,
-    profiling_name: String,
-    time_created_ns: u64,
-    time_discovered_started_ns: Option<u64>,
-    time_discovered_completed_ns: Option<u64>,
-    duration_ms: Option<f64>,
-    input_sizes: [Vec<u64>; 1],
-    input_dtypes: [&'static str; 1],
-    output_sizes: [Vec<u64>; 1],
-    output_dtypes: [&'static str; 1],
-    state: &'static str,
-    retired: bool,
-    frames: Vec<Frame>,
-}
-
-#[derive(Serialize)]
-struct Frame {
-    name: String,
-    filename: String,
-    line: u64,
-}
 
 /// The calls that are matched with each other by their numbers.
 #[derive(Clone, PartialEq, Eq, Hash)]
@@ -120,8 +75,8 @@ fn first_numbers(records: &[&RankRecord]) -> HashMap<Calls, u64> {
     first
 }
 
-fn dump(record: &RankRecord, first: &HashMap<Calls, u64>) -> Dump {
-    let mut pg_config = BTreeMap::new();
+fn dump(record: &RankRecord, first: &HashMap<Calls, u64>) -> Value {
+    let mut pg_config = Map::new();
     let mut calls: Vec<(usize, Calls, &CallRecord)> = Vec::new();
     for (id, group) in record.groups.iter().enumerate() {
         let world = Calls { name: group.name.clone(), ranks: group.ranks.clone() };
@@ -137,14 +92,16 @@ fn dump(record: &RankRecord, first: &HashMap<Calls, u64>) -> Dump {
     }
     calls.sort_by_key(|(.., call)| call.scheduled_ns);
     let entry = |(record_id, (pg_id, of, call))| entry(record_id, pg_id, of, record.rank, call);
-    Dump { version: "2.10", pg_config, entries: calls.into_iter().enumerate().map(entry).collect() }
+    let entries: Vec<Value> = calls.into_iter().enumerate().map(entry).collect();
+    json!({ "version": "2.10", "pg_config": pg_config, "entries": entries })
 }
 
-fn describe(calls: &Calls) -> Group {
-    Group { name: calls.name.clone(), desc: calls.desc(), ranks: format!("{:?}", calls.ranks) }
+/// A group. Its ranks are a list, as text.
+fn describe(calls: &Calls) -> Value {
+    json!({ "name": calls.name, "desc": calls.desc(), "ranks": format!("{:?}", calls.ranks) })
 }
 
-fn entry(record_id: usize, pg_id: usize, of: Calls, rank: usize, call: &CallRecord) -> Entry {
+fn entry(record_id: usize, pg_id: usize, of: Calls, rank: usize, call: &CallRecord) -> Value {
     let place = |rank: usize| of.ranks.iter().position(|other| *other == rank).unwrap_or(0);
     let (own, peer) = (place(rank), of.ranks.iter().position(|other| *other != rank).unwrap_or(0));
     let (all, is_root) = (call.count.saturating_mul(of.ranks.len() as u64), call.root == Some(own));
@@ -169,39 +126,37 @@ fn entry(record_id: usize, pg_id: usize, of: Calls, rank: usize, call: &CallReco
     let completed = call.completed_ns.filter(|_| call.state == CallState::Completed);
     let took = completed.zip(call.started_ns).map(|(end, start)| end.saturating_sub(start) as f64 / 1e6);
     let is_p2p = call.channel != ChannelKind::Collectives;
-    Entry {
-        record_id,
-        pg_id,
-        process_group: (of.name.clone(), of.desc()),
-        collective_seq_id: call.sequence,
-        p2p_seq_id: if is_p2p { call.sequence } else { 0 },
-        op_id: call.sequence,
-        is_p2p,
+    let frames: Vec<Value> = call.place.iter().map(|place| frame(place, call)).collect();
+    json!({
+        "record_id": record_id,
+        "pg_id": pg_id,
+        "process_group": [of.name, of.desc()],
+        "collective_seq_id": call.sequence,
+        "p2p_seq_id": if is_p2p { call.sequence } else { 0 },
+        "op_id": call.sequence,
+        "is_p2p": is_p2p,
         // The name that PyTorch itself writes for a backend that it does not know.
-        profiling_name: format!("c10d:{name}"),
-        time_created_ns: call.scheduled_ns,
-        time_discovered_started_ns: call.started_ns,
-        time_discovered_completed_ns: completed,
-        duration_ms: took,
-        input_sizes: [input],
-        input_dtypes: [dtype],
-        output_sizes: [output],
-        output_dtypes: [dtype],
-        state,
-        retired: completed.is_some(),
-        frames: call.place.as_deref().map(|place| frame(place, call)).into_iter().collect(),
-    }
+        "profiling_name": format!("c10d:{name}"),
+        "time_created_ns": call.scheduled_ns,
+        "time_discovered_started_ns": call.started_ns,
+        "time_discovered_completed_ns": completed,
+        "duration_ms": took,
+        "input_sizes": [input],
+        "input_dtypes": [dtype],
+        "output_sizes": [output],
+        "output_dtypes": [dtype],
+        "state": state,
+        "retired": completed.is_some(),
+        "frames": frames,
+    })
 }
 
 /// The line of the program, from `FILE:LINE:COLUMN`.
-fn frame(place: &str, call: &CallRecord) -> Frame {
+fn frame(place: &str, call: &CallRecord) -> Value {
     let mut parts = place.rsplitn(3, ':');
     let (_, line, file) = (parts.next(), parts.next(), parts.next());
-    Frame {
-        name: call.in_words(),
-        filename: file.unwrap_or(place).to_string(),
-        line: line.and_then(|line| line.parse().ok()).unwrap_or(0),
-    }
+    let line: Option<u64> = line.and_then(|line| line.parse().ok());
+    json!({ "name": call.in_words(), "filename": file.unwrap_or(place), "line": line.unwrap_or(0) })
 }
 
 /// PyTorch's name for a dtype.
@@ -222,7 +177,6 @@ fn dtype(name: &str) -> &'static str {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use serde_json::{Value, json};
 
     fn call(channel: ChannelKind, operation: &str, sequence: u64) -> CallRecord {
         CallRecord {
