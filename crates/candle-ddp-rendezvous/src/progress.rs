@@ -59,7 +59,7 @@ pub fn count_wait(waited: Duration) {
 }
 
 /// What a rank reports about itself.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct RankStatus {
     /// Its host.
     pub host: String,

@@ -13,13 +13,9 @@ use crate::verdict::{How, Outcome, Verdict};
 use crate::view::status::{Phase, RUN_STATUS, RunStatus, Source};
 use candle_ddp_base::host::host_name;
 use candle_ddp_rendezvous::json::encode;
-use candle_ddp_rendezvous::{Store, TcpStore, TcpStoreOptions, TcpStoreServer};
+use candle_ddp_rendezvous::{Store, TcpStoreServer};
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::time::Duration;
-
-/// The time-out of a call to the launcher's own store.
-const TIMEOUT: Duration = Duration::from_secs(2);
 
 /// The consequence of a worker's end.
 pub(crate) enum Reaction {
@@ -42,8 +38,6 @@ pub(crate) struct Agent<'a> {
     server: Option<TcpStoreServer>,
     /// What the threads that watch the run read, if this machine hosts the store.
     source: Option<Arc<Source>>,
-    /// The connection to that store of an agent without other nodes, once it had a reason to connect.
-    own_store: Option<Arc<dyn Store>>,
     /// The connection to the agents of the other nodes, if there are any.
     link: Option<Link>,
     /// This node's number among them, and whether it takes part in the round that is under way, or was last.
@@ -78,7 +72,6 @@ impl<'a> Agent<'a> {
             starter,
             server,
             source,
-            own_store: None,
             link,
             slot: None,
             is_member: false,
@@ -191,20 +184,10 @@ impl<'a> Agent<'a> {
         }
     }
 
-    /// The store of a run on this machine alone.
-    fn own_store(&mut self) -> Result<Option<Arc<dyn Store>>> {
-        // Until a worker proves that it knows the secret, the store may serve PyTorch's programs, which this agent
-        // would drive out.
-        let is_ours = |server: &&TcpStoreServer| self.link.is_none() && server.joined().load(Ordering::Relaxed);
-        let Some(server) = self.server.as_ref().filter(is_ours) else { return Ok(None) };
-        let store = match &mut self.own_store {
-            Some(store) => store,
-            none => {
-                let options = TcpStoreOptions { timeout: TIMEOUT, secret: self.starter.config.secret.get().cloned() };
-                none.insert(Arc::new(TcpStore::connect_with(&server.own_host(), server.port(), options)?))
-            }
-        };
-        Ok(Some(Arc::clone(store)))
+    /// The store of a run on this machine alone, once its workers use it.
+    fn own_store(&self) -> Result<Option<Arc<dyn Store>>> {
+        let source = self.source.as_ref().filter(|_| self.link.is_none());
+        Ok(source.map(|source| source.store()).transpose()?.flatten())
     }
 
     /// The smallest world size that an elastic run on this machine alone accepts.
@@ -234,16 +217,16 @@ impl<'a> Agent<'a> {
         self.start(replacement.rank.saturating_sub(self.starter.topology.rank(0)), replacement.incarnation)
     }
 
-    /// Starts the workers of this node, which a run in progress has admitted.
-    pub(crate) fn start_admitted(&mut self, admission: &Admission, mut started: impl FnMut(Worker)) -> Result<()> {
+    /// Starts the workers of this node, which a run in progress has admitted, and adds each to `workers`.
+    pub(crate) fn start_admitted(&mut self, admission: &Admission, workers: &mut Vec<Worker>) -> Result<()> {
         let Admission { attempt, restart_count, node_rank, ref layout, ref incarnations, .. } = *admission;
         self.starter.topology = Topology { layout: layout.clone(), node_rank };
         (self.attempt, self.restart_count) = (attempt, restart_count);
         (self.is_member, self.starter.is_joint_check) = (true, false);
-        (0..self.starter.topology.local_world_size()).try_for_each(|local_rank| {
-            let incarnation = incarnations.get(local_rank).copied().unwrap_or(0);
-            self.start(local_rank, incarnation).map(&mut started)
-        })
+        for local_rank in 0..self.starter.topology.local_world_size() {
+            workers.push(self.start(local_rank, incarnations.get(local_rank).copied().unwrap_or(0))?);
+        }
+        Ok(())
     }
 
     /// Whether `slot` is the number of this node.
@@ -251,20 +234,20 @@ impl<'a> Agent<'a> {
         self.slot == Some(slot)
     }
 
-    /// Starts all workers, and passes each to `started`.
-    pub(crate) fn start_all(&mut self, mut started: impl FnMut(Worker)) -> Result<()> {
-        let workers = self.starter.topology.local_world_size();
-        (0..workers).try_for_each(|local_rank| self.start(local_rank, 0).map(&mut started))
+    /// Starts all workers, and adds each to `workers`.
+    pub(crate) fn start_all(&mut self, workers: &mut Vec<Worker>) -> Result<()> {
+        let mut ranks = 0..self.starter.topology.local_world_size();
+        ranks.try_for_each(|local_rank| self.start(local_rank, 0).map(|worker| workers.push(worker)))
     }
 
     /// Restarts all workers.
-    pub(crate) fn restart_all(&mut self, started: impl FnMut(Worker)) -> Result<()> {
+    pub(crate) fn restart_all(&mut self, workers: &mut Vec<Worker>) -> Result<()> {
         if self.link.is_some() {
             // The coordinator has numbered this start, and has cleared the store.
-            return self.start_all(started);
+            return self.start_all(workers);
         }
         self.attempt += 1;
-        (self.members, self.own_store, self.phase) = (None, None, Phase::Running);
+        (self.members, self.phase) = (None, Phase::Running);
         if self.server.take().is_some() {
             // A new store, since PyTorch uses the same keys in each attempt and would connect to ranks that have ended.
             (self.server, self.starter.master_port) = store::host(self.starter.config, &self.status())?;
@@ -272,7 +255,7 @@ impl<'a> Agent<'a> {
                 source.set_store(server, self.status());
             }
         }
-        self.start_all(started)
+        self.start_all(workers)
     }
 
     /// Decides what follows the end of `worker`, while no other has failed, or while a signal ends the run.

@@ -427,8 +427,8 @@ impl Supervisor {
 
     /// Starts all workers, or starts them again.
     fn restart(&mut self, agent: &mut Agent) -> Result<()> {
-        let mut workers = Vec::with_capacity(self.workers.len());
-        agent.restart_all(|worker| workers.push(worker))?;
+        let mut workers = Vec::new();
+        agent.restart_all(&mut workers)?;
         self.workers = workers;
         self.resume();
         Ok(())

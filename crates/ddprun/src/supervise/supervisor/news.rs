@@ -69,9 +69,8 @@ impl Supervisor {
                 message(&admission.reason);
                 if agent.is_own(admission.slot) {
                     self.is_spare = false;
-                    let mut workers = Vec::new();
-                    let started = agent.start_admitted(&admission, |worker| workers.push(worker));
-                    self.workers = workers;
+                    self.workers.clear();
+                    let started = agent.start_admitted(&admission, &mut self.workers);
                     self.resume();
                     self.check_started(started, agent);
                 }

@@ -79,17 +79,7 @@ mod tests {
             waiting: Some(0.25),
             metrics: metrics.map(|(name, value)| (name.to_string(), value.to_string())).into(),
         };
-        let fresh = RankStatus {
-            generation: None,
-            steps: 0,
-            steps_per_second: None,
-            last_step: None,
-            trained: 0.,
-            waited: None,
-            waiting: None,
-            metrics: [].into(),
-            ..told.clone()
-        };
+        let fresh = RankStatus { host: told.host.clone(), pid: told.pid, ..RankStatus::default() };
         let (at, host) = (milliseconds(now()), Some("node0".to_string()));
         let failure = Verdict::now(How::Signal, 137, "rank 1 was killed by SIGKILL");
         let failure = Verdict { at, rank: Some(1), node: Some(0), host, signal: Some(9), ..failure };

@@ -109,7 +109,6 @@ fn describe(slow: &[Since], others: &[Since]) -> String {
 mod tests {
     use super::*;
     use crate::view::status::RunStatus;
-    use std::collections::BTreeMap;
 
     const STEP: f64 = 0.2;
 
@@ -119,14 +118,11 @@ mod tests {
         let told = |&(host, pid, waiting): &(&str, u32, Option<f64>)| RankStatus {
             host: host.to_string(),
             pid,
-            generation: None,
             steps,
-            steps_per_second: None,
-            last_step: None,
             trained,
             waited: waiting.map(|waiting| waiting * trained),
             waiting,
-            metrics: BTreeMap::new(),
+            ..RankStatus::default()
         };
         let ranks = ranks.iter().map(|rank| Some(told(rank))).enumerate().collect();
         Snapshot { ranks, ..Snapshot::without_ranks(RunStatus::for_tests()) }

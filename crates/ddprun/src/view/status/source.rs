@@ -21,33 +21,27 @@ pub(crate) struct Source {
 struct State {
     /// The run, as the launcher knows it. Newer than the store's document if no rank uses that.
     run: RunStatus,
-    store: Hosted,
+    /// The store of the workers that run now.
+    host: String,
+    port: u16,
+    is_joined: Arc<AtomicBool>,
     client: Option<Arc<dyn Store>>,
     last: Option<(Instant, Arc<Snapshot>)>,
 }
 
-/// The store of the workers that run now.
-struct Hosted {
-    host: String,
-    port: u16,
-    is_joined: Arc<AtomicBool>,
-}
-
-impl From<&TcpStoreServer> for Hosted {
-    fn from(server: &TcpStoreServer) -> Self {
-        Self { host: server.own_host(), port: server.port(), is_joined: server.joined() }
-    }
-}
-
 impl Source {
     pub(crate) fn new(server: &TcpStoreServer, secret: Option<Secret>, run: RunStatus) -> Self {
-        let state = State { run, store: server.into(), client: None, last: None };
-        Self { secret, state: Mutex::new(state) }
+        Self { secret, state: Mutex::new(State::new(server, run)) }
     }
 
     /// Takes another store, for workers that start again.
     pub(crate) fn set_store(&self, server: &TcpStoreServer, run: RunStatus) {
-        *lock(&self.state) = State { run, store: server.into(), client: None, last: None };
+        *lock(&self.state) = State::new(server, run);
+    }
+
+    /// The store, once the job uses it.
+    pub(crate) fn store(&self) -> Result<Option<Arc<dyn Store>>> {
+        lock(&self.state).connect(self.secret.as_ref())
     }
 
     /// Takes what the launcher knows about the run.
@@ -86,21 +80,24 @@ impl Source {
 }
 
 impl State {
+    fn new(server: &TcpStoreServer, run: RunStatus) -> Self {
+        let (host, port, is_joined) = (server.own_host(), server.port(), server.joined());
+        Self { run, host, port, is_joined, client: None, last: None }
+    }
+
     fn read(&mut self, secret: Option<&Secret>) -> Result<Snapshot> {
-        // Until a worker proves that it knows the secret, the store may serve PyTorch's programs, which this launcher would
-        // drive out.
-        if !self.store.is_joined.load(Ordering::Relaxed) {
-            return Ok(Snapshot::without_ranks(self.run.clone()));
+        match self.connect(secret)? {
+            Some(client) => snapshot::read(client, format!("{}:{}", self.host, self.port)),
+            None => Ok(Snapshot::without_ranks(self.run.clone())),
         }
-        let client = match &self.client {
-            Some(client) => Arc::clone(client),
-            None => {
-                let options = TcpStoreOptions { timeout: TIMEOUT, secret: secret.cloned() };
-                let client: Arc<dyn Store> =
-                    Arc::new(TcpStore::connect_with(&self.store.host, self.store.port, options)?);
-                Arc::clone(self.client.insert(client))
-            }
-        };
-        snapshot::read(client, format!("{}:{}", self.store.host, self.store.port))
+    }
+
+    /// Until a worker proves that it knows the secret, the store may serve PyTorch's programs, which this launcher would drive out.
+    fn connect(&mut self, secret: Option<&Secret>) -> Result<Option<Arc<dyn Store>>> {
+        if self.client.is_none() && self.is_joined.load(Ordering::Relaxed) {
+            let options = TcpStoreOptions { timeout: TIMEOUT, secret: secret.cloned() };
+            self.client = Some(Arc::new(TcpStore::connect_with(&self.host, self.port, options)?));
+        }
+        Ok(self.client.clone())
     }
 }
