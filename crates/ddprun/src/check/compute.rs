@@ -1,5 +1,4 @@
 //! The speed of processors and memory, as the ranks of a run would use them: all at the same time.
-use super::effort::Effort;
 use candle_ddp_simd::vectorise;
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 use std::hint::black_box;
@@ -13,6 +12,26 @@ const SMALL: usize = 16;
 const COPIED: usize = 32 << 20;
 /// How long one repetition takes at least. A core that also runs something else is taken away for some milliseconds at a time.
 const REPETITION: Duration = Duration::from_millis(40);
+
+/// How much is measured.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Effort {
+    /// Of products and copies.
+    pub(super) repetitions: usize,
+    /// Of messages that measure latency and bandwidth.
+    pub(super) exchanges: [usize; 2],
+    /// The time for each size of all-reduce.
+    pub(super) collective: Duration,
+    /// The most bytes of a call.
+    pub(super) most_bytes: usize,
+}
+
+impl Effort {
+    pub(super) const FULL: Self =
+        Self { repetitions: 15, exchanges: [200, 10], collective: Duration::from_secs(1), most_bytes: usize::MAX };
+    pub(super) const QUICK: Self =
+        Self { repetitions: 5, exchanges: [50, 4], collective: Duration::from_millis(200), most_bytes: usize::MAX };
+}
 
 /// Cores with their GFLOP/s; without a number if there are more ranks than cores.
 pub(super) type Products = Vec<(Option<usize>, f64)>;

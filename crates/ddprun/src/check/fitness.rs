@@ -5,7 +5,7 @@ use super::table;
 use crate::child;
 use crate::command::cli::Cli;
 use crate::command::config::Config;
-use crate::command::tolerance::Tolerance;
+use crate::command::options::Tolerance;
 use crate::console::{Console, Target, message};
 use crate::error::{Error, Result};
 use crate::tail::plain;

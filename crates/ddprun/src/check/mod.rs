@@ -4,7 +4,6 @@
 //! same secret; its ranks are connected by the engine of candle-ddp, and what stops a run stops the check as well. Each rank
 //! measures, all learn what the others have measured, and rank 0 shows it.
 mod compute;
-mod effort;
 mod facts;
 mod fitness;
 mod gpus;

@@ -1,6 +1,5 @@
 //! The connections between ranks: each pair's latency and bandwidth, collectives, and the clocks of nodes.
-use super::compute::median;
-use super::effort::Effort;
+use super::compute::{Effort, median};
 use super::group::{Buffer, Group};
 use candle_ddp_rendezvous::Result;
 use serde::{Deserialize, Serialize};

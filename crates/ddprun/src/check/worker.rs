@@ -1,6 +1,5 @@
 //! One rank of a check.
-use super::compute;
-use super::effort::Effort;
+use super::compute::{self, Effort};
 use super::facts::Facts;
 use super::group::Group;
 use super::measured::{Measured, Report};

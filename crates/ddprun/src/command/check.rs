@@ -1,7 +1,6 @@
 //! The command line of a check.
-use super::options::RANKS;
+use super::options::{RANKS, Tolerance};
 use super::ranks::Ranks;
-use super::tolerance::Tolerance;
 use crate::numa::{self, Binding};
 
 /// The name of the hidden mode.

@@ -13,4 +13,3 @@ mod ranks;
 pub(crate) mod secret;
 pub(crate) mod streams;
 pub(crate) mod terms;
-pub(crate) mod tolerance;

@@ -1,17 +1,20 @@
 //! The output streams that an option selects.
+use crate::console::Target;
 use std::collections::{BTreeMap, BTreeSet};
 use std::str::FromStr;
 
 /// A selection of a worker's two output streams.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) struct Streams {
-    /// Standard output.
-    pub(crate) stdout: bool,
-    /// Standard error.
-    pub(crate) stderr: bool,
+    stdout: bool,
+    stderr: bool,
 }
 
 impl Streams {
+    pub(crate) fn has(self, target: Target) -> bool {
+        if target == Target::Stdout { self.stdout } else { self.stderr }
+    }
+
     /// Returns whether at least one stream is selected.
     pub(crate) fn any(self) -> bool {
         self.stdout || self.stderr

@@ -60,30 +60,22 @@ pub(crate) enum Consequence {
 
 /// Decides what follows, and why; the reason is empty if there is nothing to say.
 fn judge(end: End, ranks: Ranks, restarts: Restarts) -> (Consequence, String) {
+    use Consequence::{Continue, EndRanks, Fail, Replace, RestartAll, ScaleDown};
     let End { rank, how, what, failed } = end;
     let Restarts { most, used, stopped_by } = restarts;
     let turn = format!("(restart {} of {most})", used.saturating_add(1));
     match ranks {
-        Ranks::With { .. } if !failed => {
-            (Consequence::EndRanks, format!("its process {how} before all ranks had finished"))
+        Ranks::With { .. } if !failed => (EndRanks, format!("its process {how} before all ranks had finished")),
+        _ if !failed => (Continue, String::new()),
+        Ranks::Without => (Continue, String::new()),
+        Ranks::Over { finished: true } => {
+            let after = "after all ranks had finished elastic::run: it is not restarted, and the work that its program does after \
+                         elastic::run may be incomplete";
+            (Fail, format!("rank {rank} {how} {after}"))
         }
-        _ if !failed => (Consequence::Continue, String::new()),
-        Ranks::Without => (Consequence::Continue, String::new()),
-        Ranks::Over { finished: true } => (
-            Consequence::Fail,
-            format!(
-                "rank {rank} {how} after all ranks had finished elastic::run: it is not restarted, and the work that \
-                 its program does after elastic::run may be incomplete"
-            ),
-        ),
-        Ranks::Over { finished: false } => (Consequence::Fail, String::new()),
-        Ranks::Fixed if restarts.are_left() => {
-            (Consequence::RestartAll, format!("{what}: restarting all workers {turn}"))
-        }
-        Ranks::Fixed => (Consequence::Fail, String::new()),
-        Ranks::With { .. } if restarts.are_left() => {
-            (Consequence::Replace, format!("{what}: a new process takes its place {turn}"))
-        }
+        Ranks::Fixed if restarts.are_left() => (RestartAll, format!("{what}: restarting all workers {turn}")),
+        Ranks::With { .. } if restarts.are_left() => (Replace, format!("{what}: a new process takes its place {turn}")),
+        Ranks::Fixed | Ranks::Over { finished: false } => (Fail, String::new()),
         Ranks::With { others, least } if others == 0 || others < least => {
             let used = match (stopped_by, most) {
                 (Some(_), _) => "no process takes its place, because a signal ends the run".to_string(),
@@ -91,11 +83,9 @@ fn judge(end: End, ranks: Ranks, restarts: Restarts) -> (Consequence, String) {
                 (None, _) => format!("all restarts are used up (--max-restarts {most})"),
             };
             let few = format!("the {others} remaining rank(s) are fewer than min_world_size ({least})");
-            (Consequence::Fail, format!("its process {how}, {used}, and {few}"))
+            (Fail, format!("its process {how}, {used}, and {few}"))
         }
-        Ranks::With { others, .. } => {
-            (Consequence::ScaleDown, format!("{what}: the other {others} rank(s) continue without it"))
-        }
+        Ranks::With { others, .. } => (ScaleDown, format!("{what}: the other {others} rank(s) continue without it")),
     }
 }
 

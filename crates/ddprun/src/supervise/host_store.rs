@@ -50,12 +50,13 @@ pub(crate) fn serve(options: HostStore) -> Result<u8> {
     let source = Arc::new(Source::new(&server, secret.clone(), RunStatus::of(&config)));
     let watch = Watch::start(&config, Some(source), in_folder(RECORD))?;
     let verdicts = Verdicts::new(in_folder(VERDICT), &config.run_id);
-    let coordinator = Coordinator::start(&server, secret, terms.clone(), pace.clone(), false, verdicts)?;
+    let signals = Some(note_signals(&config.options.signals_to_handle)?);
+    let coordinator = Coordinator::start(&server, secret, terms.clone(), pace.clone(), false, verdicts, signals)?;
     message(format_args!(
         "this machine hosts the store of run {} at port {port}, and starts no workers",
         config.run_id
     ));
-    let (code, reason) = coordinator.serve_alone(note_signals(&config.options.signals_to_handle)?);
+    let (code, reason) = coordinator.serve_alone();
     watch.iter().for_each(Watch::finish);
     message(reason);
     Ok(code)

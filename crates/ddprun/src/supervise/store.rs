@@ -117,7 +117,7 @@ pub(crate) fn link(
     // The agents keep the verdicts themselves.
     let verdicts = || Verdicts::new(None, &config.run_id);
     let start =
-        |server| Coordinator::start(server, secret.clone(), terms.clone(), pace.clone(), *is_static, verdicts());
+        |server| Coordinator::start(server, secret.clone(), terms.clone(), pace.clone(), *is_static, verdicts(), None);
     let coordinator = server.map(start).transpose()?;
     let node_rank = is_static.then_some(config.topology.node_rank);
     let (fitness, unfit) = match fitness {

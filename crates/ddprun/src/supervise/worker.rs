@@ -10,7 +10,9 @@ use crate::check;
 use crate::child;
 use crate::command::config::Config;
 use crate::command::layout::Topology;
+use crate::command::options::Options;
 use crate::command::prefix;
+use crate::command::streams::Streams;
 use crate::console::{Console, Target};
 use crate::error::{Error, Result};
 use crate::numa::OnCpus;
@@ -170,31 +172,19 @@ impl Starter<'_> {
         ));
         config.secret.give(&mut command);
         self.terminals.retain(|(rank, _)| *rank != local_rank);
-        let mut sources = Vec::new();
         // A background process is stopped when it reads from the terminal.
         command.stdin(Stdio::null());
-        let (redirects, tee) = match self.is_joint_check {
-            true => Default::default(),
-            false => (config.options.redirects.of(local_rank), config.options.tee.of(local_rank)),
-        };
-        if self.console.is_one() && !redirects.any() && !tee.any() {
+        let (stdout, source) = self.stream(local_rank, incarnation.restart_count, Target::Stdout)?;
+        let mut sources = vec![source];
+        let stderr = if self.console.is_one() && !self.logged(local_rank).iter().any(|streams| streams.any()) {
             // Both streams end in the same place, so a single stream keeps their order.
-            let both =
-                self.stream(local_rank, incarnation.restart_count, &mut sources, Target::Stdout, (false, false))?;
-            let copy = both.try_clone().map_err(|error| cannot("duplicating an output stream", rank, error))?;
-            command.stdout(both).stderr(copy);
+            stdout.try_clone().map_err(|error| cannot("duplicating an output stream", rank, error))?
         } else {
-            for (target, redirect, tee) in
-                [(Target::Stdout, redirects.stdout, tee.stdout), (Target::Stderr, redirects.stderr, tee.stderr)]
-            {
-                let theirs =
-                    self.stream(local_rank, incarnation.restart_count, &mut sources, target, (redirect, tee))?;
-                match target {
-                    Target::Stdout => command.stdout(theirs),
-                    Target::Stderr => command.stderr(theirs),
-                };
-            }
-        }
+            let (stderr, source) = self.stream(local_rank, incarnation.restart_count, Target::Stderr)?;
+            sources.push(source);
+            stderr
+        };
+        command.stdout(stdout).stderr(stderr);
         command.process_group(0);
         if self.is_bound {
             child::bind_to_launcher(&mut command);
@@ -212,22 +202,18 @@ impl Starter<'_> {
         Ok(Worker { local_rank, rank, pid, restart_count: incarnation.restart_count, ended: None, given_up: false })
     }
 
-    /// Creates one output stream, which is read by way of `sources`, and returns the worker's end.
-    fn stream(
-        &mut self,
-        local_rank: usize,
-        restart_count: u32,
-        sources: &mut Vec<Source>,
-        target: Target,
-        (redirect, tee): (bool, bool),
-    ) -> Result<OwnedFd> {
+    /// The streams of a worker that go to log files only, and those that are also shown.
+    fn logged(&self, local_rank: usize) -> [Streams; 2] {
+        let Options { redirects, tee, .. } = &self.config.options;
+        if self.is_joint_check { Default::default() } else { [redirects.of(local_rank), tee.of(local_rank)] }
+    }
+
+    /// Creates one output stream, and returns the worker's end with what reads the other one.
+    fn stream(&mut self, local_rank: usize, restart_count: u32, target: Target) -> Result<(OwnedFd, Source)> {
         let config = self.config;
-        let log_file = |name| self.folder.log_file(restart_count, local_rank, name);
-        let file = match target {
-            _ if !(redirect || tee) => None,
-            Target::Stdout => Some(log_file(STDOUT)?),
-            Target::Stderr => Some(log_file(STDERR)?),
-        };
+        let [redirect, tee] = self.logged(local_rank).map(|streams| streams.has(target));
+        let name = if target == Target::Stdout { STDOUT } else { STDERR };
+        let file = (redirect || tee).then(|| self.folder.log_file(restart_count, local_rank, name)).transpose()?;
         let rank = self.topology.rank(local_rank);
         let filter = config.options.local_ranks_filter.as_ref().filter(|_| !self.is_joint_check);
         let is_shown = filter.is_none_or(|ranks| ranks.has(local_rank));
@@ -252,8 +238,7 @@ impl Starter<'_> {
         });
         let shown = visible.then(|| Lines::new(prefix, terminal));
         let tail = Tail::default();
-        sources.push(Source { fd: Some(ours), local_rank, restart_count, target, shown, file, tail });
-        Ok(theirs)
+        Ok((theirs, Source { fd: Some(ours), local_rank, restart_count, target, shown, file, tail }))
     }
 }
 

@@ -126,35 +126,28 @@ fn command(cli: &Cli, hosts: &[Host], node_rank: usize) -> Result<String> {
     let folder = std::env::current_dir().map_err(|error| Error::io("finding the current folder", error))?;
     let program = std::env::current_exe().map_err(|error| Error::io("finding the program of ddprun", error))?;
     let host = hosts.get(node_rank).map_or("", |host| &host.name);
-    let says = |text: String, code: u8| {
+    let says = |text: String, code: u8| -> OsString {
         let text = quoted(OsStr::new(&format!("ddprun: {host}: {text}")));
-        format!(" || {{ echo {} >&2; exit {code}; }}; ", text.to_string_lossy())
+        format!("|| {{ echo {} >&2; exit {code}; }};", text.to_string_lossy()).into()
     };
-    let mut script = OsString::from("cd ");
-    script.push(quoted(folder.as_os_str()));
-    let shown = folder.display();
-    script.push(says(format!("cannot enter the folder {shown}: all machines of --hosts must have it"), 126));
-    // Positional parameters, since a variable may be in the environment of that machine.
-    script.push("set -- ");
-    script.push(quoted(program.as_os_str()));
-    script.push("; [ -f \"$1\" ] && [ -x \"$1\" ] || set -- ddprun; command -v \"$1\" >/dev/null");
-    let shown = program.display();
-    script.push(says(format!("there is no ddprun: neither {shown} nor one in PATH"), 127));
-    script.push("exec env");
-    let variables = variables.into_iter().map(|(name, value)| (OsString::from(name), OsString::from(value)));
-    for (mut variable, value) in variables.chain(others) {
-        variable.push("=");
-        variable.push(value);
-        script.push(" ");
-        script.push(quoted(&variable));
-    }
-    script.push(" \"$1\"");
+    let (shown, of_program) = (folder.display(), program.display());
+    let mut words: Vec<OsString> = vec![
+        "cd".into(),
+        quoted(folder.as_os_str()),
+        says(format!("cannot enter the folder {shown}: all machines of --hosts must have it"), 126),
+        // Positional parameters, since a variable may be in the environment of that machine.
+        "set --".into(),
+        quoted(program.as_os_str()),
+        "; [ -f \"$1\" ] && [ -x \"$1\" ] || set -- ddprun; command -v \"$1\" >/dev/null".into(),
+        says(format!("there is no ddprun: neither {of_program} nor one in PATH"), 127),
+        "exec env".into(),
+    ];
+    let variables = variables.into_iter().map(|(name, value)| (name.into(), value.into()));
+    words.extend(variables.chain(others).map(|(name, value)| quoted(&OsString::from_iter([name, "=".into(), value]))));
+    words.push("\"$1\"".into());
     // Each agent takes --hosts for what it is.
-    for argument in std::env::args_os().skip(1) {
-        script.push(" ");
-        script.push(quoted(&argument));
-    }
-    Ok(for_any_shell(&script))
+    words.extend(std::env::args_os().skip(1).map(|argument| quoted(&argument)));
+    Ok(for_any_shell(&words.join(OsStr::new(" "))))
 }
 
 /// A command that runs `script` with `sh`, whatever the user's shell is on the other machine. Shells do not agree on quotes,
@@ -343,17 +336,11 @@ mod tests {
             "^a^b",
             "\t",
         ];
-        let written = |words: &[&str]| {
-            let mut script = OsString::from("printf \"<%s>\"");
-            for word in words {
-                script.push(" ");
-                script.push(quoted(OsStr::new(word)));
-            }
-            for_any_shell(&script)
-        };
+        let quoted: Vec<OsString> = words.iter().map(|word| quoted(OsStr::new(word))).collect();
+        let script = ["printf \"<%s>\"".into(), quoted.join(OsStr::new(" "))].join(OsStr::new(" "));
         let expected: String = words.iter().map(|word| format!("<{word}>")).collect();
         for shell in ["sh", "bash", "zsh", "csh", "fish"] {
-            match Command::new(shell).args(["-c", &written(&words)]).output() {
+            match Command::new(shell).args(["-c", &for_any_shell(&script)]).output() {
                 Ok(output) => assert_eq!(String::from_utf8_lossy(&output.stdout), expected, "{shell}: {output:?}"),
                 Err(_) => candle_ddp_testing::skip(
                     "all_shells_read_a_command_alike",

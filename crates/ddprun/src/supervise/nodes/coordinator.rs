@@ -16,8 +16,8 @@ use candle_ddp_rendezvous::liveness::Silence;
 use candle_ddp_rendezvous::{BEGUN, PrefixStore, RUN_ID, Secret, Store, TcpStore, TcpStoreOptions, TcpStoreServer};
 use signal_hook::consts::SIGTERM;
 use std::collections::BTreeMap;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -36,14 +36,13 @@ const MESSAGES: usize = 1024;
 pub(crate) struct Coordinator {
     /// Returns the run's exit code, and the reason.
     thread: JoinHandle<(u8, String)>,
-    /// Once none of the nodes hosts the store: where a signal to this process is noted.
-    alone: Arc<OnceLock<Arc<AtomicUsize>>>,
     /// Whether nodes may come that do not know that the run was called off.
     awaits_news: Arc<AtomicBool>,
 }
 
 impl Coordinator {
-    /// Coordinates the run whose store is `server`, which requires `secret`, and keeps its `verdicts`.
+    /// Coordinates the run whose store is `server`, which requires `secret`, and keeps its `verdicts`. If none of the nodes hosts the
+    /// store, the run ends on all of them once `alone` has the number of a signal.
     pub(crate) fn start(
         server: &TcpStoreServer,
         secret: Option<Secret>,
@@ -51,12 +50,12 @@ impl Coordinator {
         pace: Pace,
         is_static: bool,
         verdicts: Verdicts,
+        alone: Option<Arc<AtomicUsize>>,
     ) -> Result<Self> {
         let options = TcpStoreOptions { timeout: TIMEOUT, secret };
         let store = Arc::new(TcpStore::connect_with(&server.own_host(), server.port(), options)?);
         let keys = PrefixStore::new(PREFIX, Arc::clone(&store) as Arc<dyn Store>);
         let run = Run::new(terms, pace.clone(), is_static, Arc::clone(&store) as Arc<dyn Store>);
-        let alone = Arc::<OnceLock<_>>::default();
         let awaits_news = Arc::new(AtomicBool::new(false));
         let desk = Desk {
             store,
@@ -71,15 +70,12 @@ impl Coordinator {
             verdicts,
             awaits_news: Arc::clone(&awaits_news),
         };
-        let told = Arc::clone(&alone);
-        let work = move || serve(desk, run, &pace, &told);
-        Ok(Self { thread: thread::spawn("ddprun-coordinator", work)?, alone, awaits_news })
+        let work = move || serve(desk, run, &pace, alone.as_deref());
+        Ok(Self { thread: thread::spawn("ddprun-coordinator", work)?, awaits_news })
     }
 
-    /// Coordinates a run none of whose nodes hosts the store, until it is over. It ends on all nodes once `signal` has the number of a
-    /// signal. Returns its exit code, and the reason.
-    pub(crate) fn serve_alone(self, signal: Arc<AtomicUsize>) -> (u8, String) {
-        self.alone.get_or_init(|| signal);
+    /// Waits until the run is over. Returns its exit code, and the reason.
+    pub(crate) fn serve_alone(self) -> (u8, String) {
         self.thread.join().unwrap_or_else(|_| (1, "the coordinator of the nodes has ended: this is a bug".to_string()))
     }
 
@@ -101,11 +97,11 @@ impl Coordinator {
     }
 }
 
-fn serve(mut desk: Desk, mut run: Run, pace: &Pace, alone: &OnceLock<Arc<AtomicUsize>>) -> (u8, String) {
+fn serve(mut desk: Desk, mut run: Run, pace: &Pace, alone: Option<&AtomicUsize>) -> (u8, String) {
     let mut tick = Instant::now() + pace.keep_alive_interval;
+    run.has_host = alone.is_some();
     while !run.is_over() {
-        run.has_host |= alone.get().is_some();
-        let number = alone.get().map_or(0, |signal| signal.load(Ordering::Relaxed));
+        let number = alone.map_or(0, |signal| signal.load(Ordering::Relaxed));
         if number > 0 && !run.has_ended() {
             let number = i32::try_from(number).unwrap_or(SIGTERM);
             let text = format!("the host of the store received {}", signal::name(number));

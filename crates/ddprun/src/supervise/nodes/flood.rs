@@ -19,7 +19,7 @@ fn a_flood_of_messages_stops_no_time_out() {
     let terms = terms(2, 2, 0);
     let pace = Pace { join_timeout: Duration::from_secs(3), keep_alive_max_attempt: 1000, ..Pace::default() };
     let coordinator =
-        Coordinator::start(&server, None, terms.clone(), pace.clone(), true, Verdicts::new(None, "")).unwrap();
+        Coordinator::start(&server, None, terms.clone(), pace.clone(), true, Verdicts::new(None, ""), None).unwrap();
     let (tell, news) = channel();
     let address = Address { host: "127.0.0.1".into(), port, secret: None };
     let tell = move |piece| tell.send(piece).unwrap_or_default();

@@ -88,7 +88,7 @@ fn run(nodes: usize, wait: Duration) -> String {
     let pace = Pace { join_timeout: TIMEOUT, ..Pace::default() };
     let before = Reading::now();
     let coordinator =
-        Coordinator::start(&server, secret.clone(), terms.clone(), pace.clone(), true, Verdicts::new(None, ""))
+        Coordinator::start(&server, secret.clone(), terms.clone(), pace.clone(), true, Verdicts::new(None, ""), None)
             .unwrap();
     let mut coordinator = Some(coordinator);
     std::thread::scope(|scope| {

@@ -10,23 +10,25 @@ const WORKERS: usize = 1 << 12;
 /// The most letters of an error.
 const LETTERS: usize = 2000;
 
-#[derive(Debug, Default)]
-pub(super) struct Attempts {
-    /// The run, the number of the attempt, its workers, and its errors.
-    rows: Vec<[String; 4]>,
-    restarts: usize,
-}
-
-/// Reads the folders `LOG_DIR/RUN_ID/attempt_RESTARTS`, of which each has a folder for each worker.
-pub(super) fn read(folder: &Path, attempts: &[(u32, PathBuf)], notes: &mut Vec<String>) -> Attempts {
+/// The section about the folders `LOG_DIR/RUN_ID/attempt_RESTARTS`, of which each has a folder for each worker; "" if there are none.
+pub(super) fn html(folder: &Path, attempts: &[(u32, PathBuf)], notes: &mut Vec<String>) -> String {
+    if attempts.is_empty() {
+        return String::new();
+    }
     if attempts.len() > MOST {
         notes.push(format!("only {MOST} of {} attempts are listed", attempts.len()));
     }
-    let restarts = attempts.iter().filter(|(number, _)| *number > 0).count();
-    let rows = attempts.iter().take(MOST).map(|(number, path)| row(folder, *number, path, notes)).collect();
-    Attempts { rows, restarts }
+    let restarts = match attempts.iter().filter(|(number, _)| *number > 0).count() {
+        0 => "<p>No restarts.</p>\n".to_string(),
+        1 => "<p>1 restart.</p>\n".to_string(),
+        many => format!("<p>{many} restarts.</p>\n"),
+    };
+    let rows: Vec<_> = attempts.iter().take(MOST).map(|(number, path)| row(folder, *number, path, notes)).collect();
+    let table = html::table(["run", "attempt", "workers", "errors that workers wrote"], &rows);
+    html::section("Restarts", &(restarts + &table))
 }
 
+/// The run, the number of the attempt, its workers, and its errors.
 fn row(folder: &Path, number: u32, path: &Path, notes: &mut Vec<String>) -> [String; 4] {
     let run = path.parent().and_then(|run| run.strip_prefix(folder).ok()).unwrap_or(Path::new(""));
     let mut workers: Vec<(usize, PathBuf)> = match std::fs::read_dir(path) {
@@ -54,23 +56,4 @@ fn row(folder: &Path, number: u32, path: &Path, notes: &mut Vec<String>) -> [Str
         }
     }
     [run.display().to_string(), number.to_string(), workers.len().to_string(), errors.join("\n")]
-}
-
-impl Attempts {
-    pub(super) fn is_empty(&self) -> bool {
-        self.rows.is_empty()
-    }
-
-    pub(super) fn html(&self) -> String {
-        if self.rows.is_empty() {
-            return String::new();
-        }
-        let restarts = match self.restarts {
-            0 => "<p>No restarts.</p>\n".to_string(),
-            1 => "<p>1 restart.</p>\n".to_string(),
-            many => format!("<p>{many} restarts.</p>\n"),
-        };
-        let table = html::table(["run", "attempt", "workers", "errors that workers wrote"], &self.rows);
-        html::section("Restarts", &(restarts + &table))
-    }
 }

@@ -1,6 +1,5 @@
 //! Curves as SVG.
-use super::html::{escape, legend};
-use super::number;
+use super::html::{escape, legend, number};
 use super::palette::{GRID, INK, curve, styled};
 use plotters::coord::Shift;
 use plotters::element::Circle;
@@ -51,8 +50,8 @@ pub(super) fn figure(title: &str, position: &str, curves: &[Curve<'_>]) -> Strin
             .bold_line_style(GRID.stroke_width(1))
             .axis_style(GRID.stroke_width(1))
             .label_style(letters())
-            .x_label_formatter(&|value| number::text(*value))
-            .y_label_formatter(&|value| number::text(*value))
+            .x_label_formatter(&|value| number(*value))
+            .y_label_formatter(&|value| number(*value))
             .draw()
             .map_err(drop)?;
         for (index, (_, points)) in curves.iter().enumerate() {

@@ -1,4 +1,4 @@
-//! The page around the charts.
+//! The page around the charts, and the texts in it.
 use super::palette::{CURVES, variable};
 use std::path::Path;
 
@@ -19,6 +19,23 @@ pub(super) fn escape(text: &str) -> String {
         }
     }
     escaped
+}
+
+/// A number with a few digits.
+pub(super) fn number(value: f64) -> String {
+    let size = value.abs();
+    let cut = |text: String| match text.contains('.') {
+        true => text.trim_end_matches('0').trim_end_matches('.').to_string(),
+        false => text,
+    };
+    match size {
+        _ if !value.is_finite() => value.to_string(),
+        0.0 => "0".to_string(),
+        _ if !(1e-4..1e7).contains(&size) => format!("{value:.2e}"),
+        _ if size < 1. => cut(format!("{value:.5}")),
+        _ if size < 100. => cut(format!("{value:.2}")),
+        _ => cut(format!("{value:.1}")),
+    }
 }
 
 /// A folder's name in headings and notes, relative to the folder of the page.

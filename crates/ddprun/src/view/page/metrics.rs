@@ -1,6 +1,6 @@
 //! The curves of a file of JSON lines.
 use super::series::Series;
-use super::{chart, find, html, number};
+use super::{chart, find, html};
 use serde_json::{Map, Value};
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -87,7 +87,7 @@ impl Metrics {
         }
         let last = |((position, name), series): (&(&str, String), &Series)| {
             let (at, value) = series.points().last()?;
-            Some([name.clone(), number::text(*value), format!("{position} {}", number::text(*at))])
+            Some([name.clone(), html::number(*value), format!("{position} {}", html::number(*at))])
         };
         let rows: Vec<[String; 3]> = self.curves.iter().filter_map(last).collect();
         let table = html::table(["metric", "last value", "at"], &rows);

@@ -4,10 +4,8 @@
 mod attempts;
 mod chart;
 mod find;
-mod flights;
 mod html;
 mod metrics;
-mod number;
 mod palette;
 mod ranks;
 mod series;
@@ -40,27 +38,23 @@ pub(crate) fn write(folder: &Path, output: Option<&Path>) -> Result<(PathBuf, Ve
 fn page(folder: &Path) -> Result<(String, Vec<String>)> {
     let Found { metrics, traces, attempts, records, verdicts, flights, mut notes } = find::find(folder)?;
     let verdicts: String = verdicts.iter().map(|file| verdicts::html(folder, file, &mut notes)).collect();
-    let metrics: Vec<_> = metrics.iter().filter_map(|file| metrics::read(folder, file, &mut notes)).collect();
-    let traces: Vec<_> = traces.iter().filter_map(|files| traces::read(folder, files, &mut notes)).collect();
-    let attempts = attempts::read(folder, &attempts, &mut notes);
-    let ranks: Vec<_> = records.iter().filter_map(|file| ranks::read(folder, file, &mut notes)).collect();
-    let flights: String = flights.iter().map(|of| flights::html(folder, of, &mut notes)).collect();
+    let metrics = metrics.iter().filter_map(|file| metrics::read(folder, file, &mut notes));
+    let metrics: String = metrics.map(|metrics| metrics.html()).collect();
+    let traces = traces.iter().filter_map(|files| traces::read(folder, files, &mut notes));
+    let traces: String = traces.map(|traces| traces.html()).collect();
+    let attempts = attempts::html(folder, &attempts, &mut notes);
+    let ranks = records.iter().filter_map(|file| ranks::read(folder, file, &mut notes));
+    let ranks: String = ranks.map(|ranks| ranks.html()).collect();
+    let flights: String = flights.iter().map(|of| verdicts::flights(folder, of, &mut notes)).collect();
     let parts = [
-        (metrics.is_empty(), "curves", "metrics::Writer writes them, as *.jsonl"),
-        (
-            ranks.is_empty(),
-            "waits of the ranks",
-            "ddprun --log-dir=FOLDER, where it hosts the store, for programs of candle-ddp",
-        ),
-        (traces.is_empty(), "timelines", "CANDLE_DDP_TRACE=FOLDER"),
-        (flights.is_empty(), "the last collectives of a run that has failed", "CANDLE_DDP_FLIGHT_RECORDER=FOLDER"),
-        (attempts.is_empty(), "restarts, and errors of workers", "ddprun --log-dir=FOLDER"),
+        (&metrics, "curves", "metrics::Writer writes them, as *.jsonl"),
+        (&ranks, "waits of the ranks", "ddprun --log-dir=FOLDER, where it hosts the store, for programs of candle-ddp"),
+        (&traces, "timelines", "CANDLE_DDP_TRACE=FOLDER"),
+        (&flights, "the last collectives of a run that has failed", "CANDLE_DDP_FLIGHT_RECORDER=FOLDER"),
+        (&attempts, "restarts, and errors of workers", "ddprun --log-dir=FOLDER"),
     ];
-    let missing: Vec<_> = parts
-        .into_iter()
-        .filter(|(is_missing, ..)| *is_missing)
-        .map(|(_, what, how)| [what, how].map(String::from))
-        .collect();
+    let missing = parts.into_iter().filter(|(part, ..)| part.is_empty());
+    let missing: Vec<_> = missing.map(|(_, what, how)| [what, how].map(String::from)).collect();
     if missing.len() == parts.len() && verdicts.is_empty() {
         let mut reason = format!(
             "{} has nothing to show: no JSON lines of metrics (*.jsonl), no traces (rank*.trace.json), no log files of ddprun \
@@ -71,12 +65,7 @@ fn page(folder: &Path) -> Result<(String, Vec<String>)> {
         notes.iter().for_each(|note| reason += &format!("; {}", line(note)));
         return Err(Error::usage("DIR", reason));
     }
-    let mut body = verdicts;
-    metrics.iter().for_each(|metrics| body += &metrics.html());
-    ranks.iter().for_each(|ranks| body += &ranks.html());
-    traces.iter().for_each(|traces| body += &traces.html());
-    body += &attempts.html();
-    body += &flights;
+    let mut body = [verdicts, metrics, ranks, traces, attempts, flights].concat();
     if !missing.is_empty() {
         body += &html::section("What the run has not recorded", &html::table(["what", "recorded by"], &missing));
     }

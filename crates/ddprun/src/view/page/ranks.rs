@@ -1,6 +1,6 @@
 //! How long each rank waited, from the reports that ddprun records in its log folder.
 use super::series::Series;
-use super::{chart, find, html, number};
+use super::{chart, find, html};
 use crate::view::status::{LISTED, Line, Since, Told, holdup};
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -121,7 +121,7 @@ impl Ranks {
         let curves: Vec<_> = self.curves.iter().map(|(rank, curve)| (format!("rank {rank}"), curve.points())).collect();
         let chart = chart::figure("Waiting for the others, in % of the time", "second of the record", &curves);
         let row = |(rank, of): (&usize, &Rank)| {
-            let or_unknown = |value: Option<f64>| value.map_or_else(|| "-".to_string(), number::text);
+            let or_unknown = |value: Option<f64>| value.map_or_else(|| "-".to_string(), html::number);
             let speed = (of.trained > 0.).then(|| of.steps as f64 / of.trained);
             let share = of.share().map(|share| 100. * share);
             let [speed, waited, share] = [speed, of.waited, share].map(or_unknown);

@@ -154,7 +154,7 @@ fn long_curves_keep_their_shape_in_bounded_memory() {
 
 #[test]
 fn numbers_are_short() {
-    let texts = [0., 1., 0.25, 12.3456, 1234.56, 1e-5, 123_456_789., f64::NAN].map(number::text);
+    let texts = [0., 1., 0.25, 12.3456, 1234.56, 1e-5, 123_456_789., f64::NAN].map(html::number);
     assert_eq!(texts, ["0", "1", "0.25", "12.35", "1234.6", "1.00e-5", "1.23e8", "NaN"]);
 }
 

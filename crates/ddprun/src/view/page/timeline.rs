@@ -1,8 +1,8 @@
 //! The last steps of all ranks, side by side.
 use super::chart::{Area, letters, svg};
+use super::html;
 use super::palette::{GRID, curve};
 use super::series::Series;
-use super::{html, number};
 use plotters::element::{PathElement, Rectangle, Text};
 use plotters::style::Color;
 use std::collections::VecDeque;
@@ -117,7 +117,7 @@ fn draw(area: &Area<'_>, ranks: &[Rank], start: f64, end: f64, height: i32) -> R
         let at = (end - start) * f64::from(tick) / 5.;
         let line = [(x(start + at), 4), (x(start + at), bottom)];
         area.draw(&PathElement::new(line, GRID.stroke_width(1))).map_err(drop)?;
-        area.draw(&Text::new(number::text(at), (x(start + at) - 8, bottom + 8), letters())).map_err(drop)?;
+        area.draw(&Text::new(html::number(at), (x(start + at) - 8, bottom + 8), letters())).map_err(drop)?;
     }
     for (index, rank) in ranks.iter().enumerate() {
         let top = 8 + index as i32 * (2 * ROW + 14);

@@ -1,7 +1,7 @@
 //! The timelines of ranks: how long each waits in a step, and the last steps.
 use super::series::Series;
 use super::timeline::{self, Rank, Span};
-use super::{chart, html, number};
+use super::{chart, html};
 use candle_ddp_base::trace;
 use serde::Deserialize;
 use std::collections::VecDeque;
@@ -82,7 +82,7 @@ impl Traces {
         let waits = chart::figure("Waiting for the others, in milliseconds", "traced step", &curves);
         let row = |rank: &Rank| {
             let mean = if rank.steps > 0 { rank.waited / rank.steps as f64 } else { 0. };
-            [rank.rank.to_string(), rank.steps.to_string(), number::text(mean), number::text(rank.longest)]
+            [rank.rank.to_string(), rank.steps.to_string(), html::number(mean), html::number(rank.longest)]
         };
         let rows: Vec<_> = self.ranks.iter().map(row).collect();
         let table = html::table(["rank", "traced steps", "mean wait (ms)", "longest wait (ms)"], &rows);

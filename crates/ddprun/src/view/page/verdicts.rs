@@ -1,7 +1,8 @@
-//! Why a run has failed: the verdict that ddprun has recorded.
+//! Why a run has failed: the verdict that ddprun has recorded, and flight records.
 use super::html;
 use crate::time;
 use crate::verdict::{Outcome, Record, Verdict};
+use candle_ddp_base::flight_record::{explain, read_folder};
 use std::path::Path;
 use std::time::{Duration, UNIX_EPOCH};
 
@@ -50,4 +51,19 @@ fn when(verdict: &Verdict) -> String {
 
 fn cut(text: &str) -> String {
     text.chars().take(LETTERS).collect()
+}
+
+/// The section about the flight records in a folder, which say where the ranks parted, and who came last; "" if they cannot be read.
+pub(super) fn flights(folder: &Path, of: &Path, notes: &mut Vec<String>) -> String {
+    let name = html::place(folder, of);
+    match read_folder(of) {
+        Ok(records) => {
+            let lines: Vec<[String; 1]> = explain(&records).lines().map(|line| [line.to_string()]).collect();
+            html::section(&format!("Flight records: {name}"), &html::table(["the last collectives"], &lines))
+        }
+        Err(error) => {
+            notes.push(error.to_string());
+            String::new()
+        }
+    }
 }
