@@ -122,13 +122,11 @@ impl System<'_> {
         if numbers.is_empty() {
             return Err(refuse("ddprun may not use any processor of any NUMA node".into()));
         }
-        let mut of_workers = Vec::with_capacity(workers);
-        for worker in 0..workers {
-            of_workers.push(match gpus {
-                Some(gpus) => self.node_of_gpu(gpus.get(worker).copied().unwrap_or(worker))?,
-                None => numbers[worker * numbers.len() / workers],
-            });
-        }
+        let of_worker = |worker: usize| match gpus {
+            Some(gpus) => self.node_of_gpu(gpus.get(worker).copied().unwrap_or(worker)),
+            None => Ok(numbers[worker * numbers.len() / workers]),
+        };
+        let of_workers: Vec<usize> = (0..workers).map(of_worker).collect::<Result<_>>()?;
         let mut sets = Vec::with_capacity(workers);
         for (worker, node) in of_workers.iter().enumerate() {
             let cpus = nodes.get(node).ok_or_else(|| {

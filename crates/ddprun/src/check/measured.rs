@@ -47,34 +47,20 @@ impl Measured {
         format!("rank {} (node {}, host {})", self.rank, self.node_rank, self.host)
     }
 
+    pub(super) fn node_name(&self) -> String {
+        format!("node {} (host {})", self.node_rank, self.host)
+    }
+
     /// The slowest core's speed.
     pub(super) fn product(&self) -> f64 {
         self.products.iter().map(|(_, speed)| *speed).min_by(f64::total_cmp).unwrap_or(0.0)
     }
 }
 
-/// A node.
-pub(super) struct Node<'a> {
-    pub(super) node_rank: usize,
-    pub(super) host: &'a str,
-    /// The number of its ranks.
-    pub(super) ranks: usize,
-    pub(super) clock: Option<f64>,
-    pub(super) facts: &'a Facts,
-}
+/// A node: its first rank, with the facts that it tells.
+pub(super) type Node<'a> = (&'a Measured, &'a Facts);
 
-impl<'a> Node<'a> {
-    /// The nodes of all ranks.
-    pub(super) fn all(ranks: &'a [Measured]) -> Vec<Self> {
-        let node = |rank: &'a Measured| {
-            let (node_rank, host, clock) = (rank.node_rank, &rank.host[..], rank.clock);
-            let ranks = ranks.iter().filter(|other| other.node_rank == node_rank).count();
-            rank.facts.as_ref().map(|facts| Self { node_rank, host, ranks, clock, facts })
-        };
-        ranks.iter().filter_map(node).collect()
-    }
-
-    pub(super) fn name(&self) -> String {
-        format!("node {} (host {})", self.node_rank, self.host)
-    }
+/// The nodes of all ranks.
+pub(super) fn nodes(ranks: &[Measured]) -> Vec<Node<'_>> {
+    ranks.iter().filter_map(|rank| Some((rank, rank.facts.as_ref()?))).collect()
 }

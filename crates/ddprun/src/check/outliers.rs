@@ -1,6 +1,6 @@
 //! Which ranks, connections and nodes differ from the others, or lack what a run needs.
 use super::facts::Facts;
-use super::measured::{Measured, Node, Verdict};
+use super::measured::{Measured, Node, Verdict, nodes};
 use super::network::Link;
 use std::collections::BTreeMap;
 
@@ -32,9 +32,9 @@ pub(super) fn judge(ranks: &[Measured], tolerance: f64) -> Verdict {
     for own_host in [true, false] {
         verdict.outliers.extend(connections(ranks, own_host, tolerance * OF_LINKS));
     }
-    let nodes = Node::all(ranks);
+    let nodes = nodes(ranks);
     for node in &nodes {
-        verdict.outliers.extend(needs(node, ranks.len()));
+        verdict.outliers.extend(needs(*node, ranks));
     }
     let texts: [(_, Text); 2] = [("ddprun", |facts| Some(facts.ddprun.clone())), ("NCCL", |facts| facts.nccl.clone())];
     verdict.outliers.extend(texts.into_iter().filter_map(|(name, of)| differences(&nodes, name, of)));
@@ -45,13 +45,10 @@ pub(super) fn judge(ranks: &[Measured], tolerance: f64) -> Verdict {
         ("the list of GPUs", |facts| Some(facts.gpus.iter().map(|gpu| &gpu.name[..]).collect::<Vec<_>>().join(", "))),
     ];
     verdict.notes.extend(texts.into_iter().filter_map(|(name, of)| differences(&nodes, name, of)));
-    let busy = |node: &Node<'_>| {
-        let load = node.facts.load.filter(|load| *load > node.facts.cores as f64 / 2.0)?;
-        let cores = node.facts.cores;
-        Some(format!(
-            "{}: its load is {load:.1} on {cores} core(s): other processes ran in the last minute",
-            node.name()
-        ))
+    let busy = |(first, facts): &Node<'_>| {
+        let (name, cores) = (first.node_name(), facts.cores);
+        let load = facts.load.filter(|load| *load > cores as f64 / 2.0)?;
+        Some(format!("{name}: its load is {load:.1} on {cores} core(s): other processes ran in the last minute"))
     };
     verdict.notes.extend(nodes.iter().filter_map(busy));
     let is_between =
@@ -164,11 +161,12 @@ fn connections(ranks: &[Measured], own_host: bool, tolerance: f64) -> Vec<String
 }
 
 /// The resources of which a node has too little.
-fn needs(node: &Node<'_>, world_size: usize) -> Vec<String> {
-    let (facts, name, ranks) = (node.facts, node.name(), node.ranks as u64);
+fn needs((first, facts): Node<'_>, all: &[Measured]) -> Vec<String> {
+    let (name, world_size) = (first.node_name(), all.len());
+    let ranks = all.iter().filter(|rank| rank.node_rank == first.node_rank).count() as u64;
     let gib = |bytes: u64| bytes as f64 / f64::from(1 << 30);
     let mut lacks = Vec::new();
-    if let Some(seconds) = node.clock.filter(|seconds| seconds.abs() > CLOCK) {
+    if let Some(seconds) = first.clock.filter(|seconds| seconds.abs() > CLOCK) {
         let way = if seconds > 0.0 { "ahead of" } else { "behind" };
         lacks.push(format!(
             "its clock is {:.1} s {way} that of node 0: synchronise it (chrony), or the wrong rank may be called the first that \
@@ -231,15 +229,13 @@ fn needs(node: &Node<'_>, world_size: usize) -> Vec<String> {
 
 /// Nodes with another value than most, or than the first.
 fn differences(nodes: &[Node<'_>], what: &str, of: Text) -> Option<String> {
-    let values: Vec<String> = nodes
-        .iter()
-        .map(|node| of(node.facts).filter(|text| !text.is_empty()).unwrap_or("absent".to_string()))
-        .collect();
+    let value = |(_, facts): &Node<'_>| of(facts).filter(|text| !text.is_empty()).unwrap_or("absent".to_string());
+    let values: Vec<String> = nodes.iter().map(value).collect();
     let mut counts: BTreeMap<&str, usize> = BTreeMap::new();
     values.iter().for_each(|value| *counts.entry(value).or_default() += 1);
     let most = counts.values().max()?;
     let common = values.iter().find(|value| counts.get(value.as_str()) == Some(most))?;
     let others = nodes.iter().zip(&values).filter(|(_, value)| *value != common);
-    let others: Vec<String> = others.map(|(node, value)| format!("{value} on {}", node.name())).collect();
+    let others: Vec<String> = others.map(|((first, _), value)| format!("{value} on {}", first.node_name())).collect();
     (!others.is_empty()).then(|| format!("{what} is {}, but {common} elsewhere", others.join(", ")))
 }

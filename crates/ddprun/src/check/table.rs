@@ -1,6 +1,6 @@
 //! The text that `ddprun check` shows.
 use super::compute::median;
-use super::measured::{Measured, Node, Verdict};
+use super::measured::{Measured, Node, Verdict, nodes};
 use super::network::{Link, SIZES};
 use crate::view::status::{UNKNOWN, or_unknown, table};
 
@@ -8,7 +8,7 @@ use crate::view::status::{UNKNOWN, or_unknown, table};
 pub(super) fn text(ranks: &[Measured], verdict: &Verdict) -> String {
     let header = ["rank", "node", "host", "cores", "GFLOP/s", "copy GB/s", "latency us", "messages GB/s"];
     let mut text = table(header, ranks.iter().map(|rank| rank_row(ranks, rank)));
-    let nodes = Node::all(ranks);
+    let nodes = nodes(ranks);
     let header =
         ["node", "clock", "memory GiB", "/dev/shm GiB", "open files", "locked memory", "ports", "cores", "processor"];
     text += &table(header, nodes.iter().map(node_row));
@@ -53,13 +53,12 @@ fn rank_row(ranks: &[Measured], rank: &Measured) -> [String; 8] {
     [rank.rank.to_string(), node, rank.host.clone(), cores, product, copy, latency, bandwidth]
 }
 
-fn node_row(node: &Node<'_>) -> [String; 9] {
-    let facts = node.facts;
+fn node_row((first, facts): &Node<'_>) -> [String; 9] {
     let gib = |bytes: Option<u64>| or_unknown(bytes.map(|bytes| format!("{:.1}", bytes as f64 / f64::from(1 << 30))));
     let limit = |limit: Option<u64>| limit.map_or_else(|| "unlimited".to_string(), |limit| limit.to_string());
     [
-        node.node_rank.to_string(),
-        or_unknown(node.clock.map(|seconds| format!("{:+.1} ms", seconds * 1e3))),
+        first.node_rank.to_string(),
+        or_unknown(first.clock.map(|seconds| format!("{:+.1} ms", seconds * 1e3))),
         gib(facts.memory),
         gib(facts.shm),
         limit(facts.nofile),
@@ -70,14 +69,13 @@ fn node_row(node: &Node<'_>) -> [String; 9] {
     ]
 }
 
-fn versions_row(node: &Node<'_>) -> [String; 6] {
-    let facts = node.facts;
+fn versions_row((first, facts): &Node<'_>) -> [String; 6] {
     let gpus = match &facts.gpus[..] {
         [] => UNKNOWN.to_string(),
         [first, ..] => format!("{} x {}", facts.gpus.len(), first.name),
     };
     let (nccl, driver) = (or_unknown(facts.nccl.as_ref()), or_unknown(facts.driver.as_ref()));
-    [node.node_rank.to_string(), facts.ddprun.clone(), facts.kernel.clone(), nccl, driver, gpus]
+    [first.node_rank.to_string(), facts.ddprun.clone(), facts.kernel.clone(), nccl, driver, gpus]
 }
 
 /// On the slowest rank.
