@@ -20,8 +20,8 @@ impl StateDict for GradScaler {
         Ok(dict)
     }
 
-    /// As documented for the trait; [`Error::InvalidArgument`] for invalid values, and [`Error::GradScaler`] for a call
-    /// in the middle of a training step.
+    /// As documented for the trait; [`InvalidArgument`](crate::Error::InvalidArgument) for invalid values, and
+    /// [`GradScaler`](crate::Error::GradScaler) for a call in the middle of a training step.
     fn load_state_dict(&mut self, dict: &HashMap<String, Tensor>) -> Result<()> {
         let mut loader = Loader::new(dict, "GradScaler")?;
         let options = GradScalerOptions {
