@@ -9,13 +9,12 @@ use std::os::unix::fs::MetadataExt;
 use std::sync::{Arc, LazyLock};
 use std::time::{Duration, Instant};
 
-/// The two standard streams. Each is written by a thread, so that nothing else blocks on a slow reader.
+/// The two standard streams, by [`Target`]. Each is written by a thread, so that nothing else blocks on a slow reader.
 #[derive(Debug)]
 pub(crate) struct Console {
     terminal: [bool; 2],
-    stdout: Arc<Printer>,
-    /// The same printer as for stdout if both streams go to one place.
-    stderr: Arc<Printer>,
+    /// One and the same if both streams go to one place.
+    printers: [Arc<Printer>; 2],
 }
 
 static CONSOLE: LazyLock<Console> = LazyLock::new(|| {
@@ -24,7 +23,7 @@ static CONSOLE: LazyLock<Console> = LazyLock::new(|| {
     let stdout = Printer::start(Target::Stdout, terminal[0], |text| message(text));
     let stderr =
         if same { Arc::clone(&stdout) } else { Printer::start(Target::Stderr, terminal[1], |text| message(text)) };
-    Console { terminal, stdout, stderr }
+    Console { terminal, printers: [stdout, stderr] }
 });
 
 impl Console {
@@ -34,23 +33,17 @@ impl Console {
     }
 
     fn printer(&self, target: Target) -> &Printer {
-        match target {
-            Target::Stdout => &self.stdout,
-            Target::Stderr => &self.stderr,
-        }
+        &self.printers[target as usize]
     }
 
     /// Returns whether `target` is a terminal.
     pub(crate) fn is_terminal(&self, target: Target) -> bool {
-        match target {
-            Target::Stdout => self.terminal[0],
-            Target::Stderr => self.terminal[1],
-        }
+        self.terminal[target as usize]
     }
 
     /// Returns whether stdout and stderr are the same terminal, file or pipe.
     pub(crate) fn is_one(&self) -> bool {
-        Arc::ptr_eq(&self.stdout, &self.stderr)
+        Arc::ptr_eq(&self.printers[0], &self.printers[1])
     }
 
     /// Shows `bytes` from `source`, in order. Blocks while too much is unwritten, so that a slow reader slows the
@@ -63,16 +56,9 @@ impl Console {
         self.printer(target).push(Piece::Output { source, target, bytes })
     }
 
-    /// Shows a message of ddprun on stderr, on its own line. Never blocks.
-    pub(crate) fn message(&self, text: String) {
-        // The message is lost if stderr has no reader.
-        let _ = self.printer(Target::Stderr).push(Piece::Message(text));
-    }
-
     /// Stops [`Self::show`] from blocking; the output that remains is bounded.
     pub(crate) fn stop_waiting(&self) {
-        self.stdout.stop_waiting();
-        self.stderr.stop_waiting();
+        self.printers.iter().for_each(|printer| printer.stop_waiting());
     }
 
     /// Waits until everything is written. Gives up if nothing was read for `patience`, or if `interrupted`, which is
@@ -114,7 +100,8 @@ fn identity(fd: BorrowedFd<'_>) -> Option<(u64, u64)> {
 /// may come from elsewhere; for the same reason, no further line looks like another message.
 pub(crate) fn message(text: impl std::fmt::Display) {
     let text = plain(&text.to_string()).replace("\nddprun: ", "\n  ddprun: ");
-    Console::get().message(format!("ddprun: {text}\n"));
+    // The message is lost if stderr has no reader.
+    let _ = Console::get().printer(Target::Stderr).push(Piece::Message(format!("ddprun: {text}\n")));
 }
 
 /// Shows the library's warnings to the user, for example about foreign connections to the store or a secret that others

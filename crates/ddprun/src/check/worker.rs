@@ -8,12 +8,13 @@ use super::outliers;
 use super::table;
 use crate::command::check::Manner;
 use crate::console::{Console, Target, message};
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::tail::plain;
 use candle_ddp_base::file::{PreparedFile, Progress};
 use candle_ddp_base::host::{host_identity, host_name};
 use candle_ddp_env::PROCESS;
 use candle_ddp_rendezvous::error::FILE_VARIABLE;
+use candle_ddp_rendezvous::json::encode;
 
 /// Measures as one rank. Returns the exit code.
 pub(crate) fn work(manner: &Manner) -> Result<u8> {
@@ -29,11 +30,12 @@ pub(crate) fn work(manner: &Manner) -> Result<u8> {
         report.verdict.notes.iter().for_each(message);
     }
     if group.rank == 0 && is_shown {
-        let json = || Ok(format!("{}\n", serde_json::to_string(&report).map_err(std::io::Error::other)?));
-        let text = if manner.json { json() } else { Ok(plain(&table::text(&report.ranks, &report.verdict))) };
-        let text = text.map_err(|error: std::io::Error| Error::io("writing JSON", error))?;
+        let text = match manner.json {
+            true => [encode(&report), vec![b'\n']].concat(),
+            false => plain(&table::text(&report.ranks, &report.verdict)).into_bytes(),
+        };
         // The text is lost if stdout has no reader.
-        let _ = Console::get().show(0, Target::Stdout, text.into_bytes());
+        let _ = Console::get().show(0, Target::Stdout, text);
     }
     // No rank ends while another one needs it.
     group.barrier()?;

@@ -21,14 +21,6 @@ pub(crate) struct CargoTarget {
     pub(crate) profile: Option<String>,
 }
 
-/// The outcome of a build.
-pub(crate) enum Built {
-    /// The path of the built program.
-    Executable(PathBuf),
-    /// The build failed with this status; cargo has printed the reason on stderr.
-    Failed(ExitStatus),
-}
-
 impl CargoTarget {
     fn command(&self) -> Command {
         let cargo = PROCESS.path("CARGO").unwrap_or_else(|| PathBuf::from("cargo"));
@@ -42,8 +34,8 @@ impl CargoTarget {
         command
     }
 
-    /// Builds the target, showing cargo's progress on stderr.
-    pub(crate) fn build(&self) -> Result<Built> {
+    /// Builds the target, showing cargo's progress on stderr. Returns the program, or the status with which the build has failed.
+    pub(crate) fn build(&self) -> Result<Result<PathBuf, ExitStatus>> {
         let mut command = self.command();
         command.stdin(Stdio::null()).stdout(Stdio::piped());
         child::bind_to_launcher(&mut command);
@@ -62,8 +54,8 @@ impl CargoTarget {
         }
         let status = cargo.wait().map_err(|error| Error::io("waiting for cargo", error))?;
         match executable {
-            _ if !status.success() => Ok(Built::Failed(status)),
-            Some(path) => Ok(Built::Executable(path)),
+            _ if !status.success() => Ok(Err(status)),
+            Some(path) => Ok(Ok(path)),
             None => Err(Error::NoExecutable { kind: self.kind, name: self.name.clone() }),
         }
     }

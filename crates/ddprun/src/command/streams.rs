@@ -3,21 +3,18 @@ use crate::console::Target;
 use std::collections::{BTreeMap, BTreeSet};
 use std::str::FromStr;
 
-/// A selection of a worker's two output streams.
+/// A selection of a worker's two output streams, by [`Target`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub(crate) struct Streams {
-    stdout: bool,
-    stderr: bool,
-}
+pub(crate) struct Streams([bool; 2]);
 
 impl Streams {
     pub(crate) fn has(self, target: Target) -> bool {
-        if target == Target::Stdout { self.stdout } else { self.stderr }
+        self.0[target as usize]
     }
 
     /// Returns whether at least one stream is selected.
     pub(crate) fn any(self) -> bool {
-        self.stdout || self.stderr
+        self.0.contains(&true)
     }
 }
 
@@ -27,10 +24,10 @@ impl FromStr for Streams {
 
     fn from_str(text: &str) -> Result<Self, String> {
         match text.trim() {
-            "0" => Ok(Self { stdout: false, stderr: false }),
-            "1" => Ok(Self { stdout: true, stderr: false }),
-            "2" => Ok(Self { stdout: false, stderr: true }),
-            "3" => Ok(Self { stdout: true, stderr: true }),
+            "0" => Ok(Self([false, false])),
+            "1" => Ok(Self([true, false])),
+            "2" => Ok(Self([false, true])),
+            "3" => Ok(Self([true, true])),
             _ => Err("expected 0 (none), 1 (stdout), 2 (stderr) or 3 (both), or a list as in 0:1,1:3".into()),
         }
     }
@@ -108,8 +105,7 @@ mod tests {
 
     #[test]
     fn one_number_for_all_or_one_for_each() {
-        let both = Streams { stdout: true, stderr: true };
-        let out = Streams { stdout: true, stderr: false };
+        let [both, out] = [[true, true], [true, false]].map(Streams);
         assert_eq!("3".parse::<StreamSelection>().unwrap().of(5), both);
         let map = "0:1,2:3".parse::<StreamSelection>().unwrap();
         assert_eq!([0, 1, 2].map(|rank| map.of(rank)), [out, Streams::default(), both]);

@@ -100,11 +100,8 @@ impl<'a> Agent<'a> {
 
     /// How long this node waits for others after its workers have finished.
     pub(crate) fn exit_barrier_timeout(&self) -> Duration {
-        self.starter
-            .config
-            .rendezvous
-            .as_ref()
-            .map_or(Duration::ZERO, |rendezvous| rendezvous.pace.exit_barrier_timeout)
+        let rendezvous = self.starter.config.rendezvous.as_ref();
+        rendezvous.map_or(Duration::ZERO, |rendezvous| rendezvous.pace.exit_barrier_timeout)
     }
 
     /// Takes part in a round; returns whether this node belongs to it. `Err` says why the other nodes dropped it.

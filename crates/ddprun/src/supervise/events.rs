@@ -41,7 +41,7 @@ impl Events {
         let mut signals = Signals::new(wanted.chain([SIGCHLD, SIGCONT, SIGWINCH]))
             .map_err(|error| Error::io("handling signals", error))?;
         let signal_sender = sender.clone();
-        spawn_thread("signals", move || {
+        thread::spawn("ddprun-signals", move || {
             for signal in signals.forever() {
                 if signal_sender.send(Event::Signal(signal)).is_err() {
                     break;
@@ -54,11 +54,12 @@ impl Events {
     /// Forwards output in a thread until the other end of `incoming` is dropped.
     pub(crate) fn forward(&self, incoming: Incoming) -> Result<()> {
         let sender = self.sender.clone();
-        spawn_thread("output", move || {
+        let forward = move || {
             let remains = super::output::forward(incoming, Console::get());
             // The supervisor may have stopped waiting for it.
             let _ = sender.send(Event::Output(remains));
-        })
+        };
+        Ok(thread::spawn("ddprun-output", forward).map(drop)?)
     }
 
     /// Returns the function that turns news of other nodes into events.
@@ -89,8 +90,4 @@ impl Events {
     pub(crate) fn interrupted(&self) -> bool {
         self.receiver.try_iter().any(|event| matches!(event, Event::Signal(signal) if self.ending.contains(&signal)))
     }
-}
-
-fn spawn_thread(name: &str, work: impl FnOnce() + Send + 'static) -> Result<()> {
-    Ok(thread::spawn(format!("ddprun-{name}"), work).map(drop)?)
 }

@@ -22,7 +22,6 @@ mod watch;
 mod worker;
 
 use crate::check::{self, Fitness};
-use crate::command::cargo::Built;
 use crate::command::cli::Cli;
 use crate::command::config::{Config, Program};
 use crate::command::processes::{Host, Processes};
@@ -104,8 +103,8 @@ fn execute(config: &Config) -> Result<End> {
     let program: OsString = match &config.program {
         Program::Path(path) => path.clone(),
         Program::Cargo(target) => match target.build()? {
-            Built::Executable(path) => path.into(),
-            Built::Failed(status) => {
+            Ok(path) => path.into(),
+            Err(status) => {
                 let exit = status.signal().map_or(Exit::Code(status.code().unwrap_or(1)), Exit::Signal);
                 return Ok(End::now(exit.code()));
             }

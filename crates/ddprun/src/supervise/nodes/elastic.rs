@@ -6,14 +6,6 @@ use crate::supervise::members::Members;
 use crate::verdict::Verdict;
 use candle_ddp_rendezvous::Member;
 
-/// The end of ranks that are too few to continue.
-enum TooFew {
-    /// They get an error.
-    Fail,
-    /// They save and exit, together with the ranks of the node that leaves.
-    Stop,
-}
-
 impl Run {
     /// The smallest world size that the ranks accept, if they run elastically.
     pub(super) fn elastic(&self) -> Option<usize> {
@@ -65,10 +57,8 @@ impl Run {
         let least = if self.is_static { 0 } else { self.terms.min_nodes };
         let are_enough = members.len() > least;
         members.retain(|member| *member != slot);
-        // Ranks that a signal ends save together, so the ranks of the other nodes do not get an error.
-        let too_few = if signal.is_some() { TooFew::Stop } else { TooFew::Fail };
         let least = (!are_enough).then_some(least);
-        let Some(reason) = self.give_up_ranks(slot, reason, least, too_few) else { return false };
+        let Some(reason) = self.give_up_ranks(slot, reason, least, signal) else { return false };
         self.actions.push(Action::Write(Entry::ScaleDown { slot, rank: None, reason }));
         self.finish_if_all_have();
         true
@@ -80,19 +70,19 @@ impl Run {
         let (Some(ranks), Some(processes)) = (self.ranks_of(slot), &mut self.processes) else { return };
         // Ranks whose ends this node has reported are gone already.
         let has_some = processes.update().unwrap_or(false) && processes.any(|rank| ranks.contains(&rank));
-        if has_some && let Some(reason) = self.give_up_ranks(slot, reason, None, TooFew::Fail) {
+        if has_some && let Some(reason) = self.give_up_ranks(slot, reason, None, None) {
             log::warn!("{reason}");
         }
     }
 
     /// Lets the other ranks continue without the ranks of a node, and returns why, unless they are too few, or their nodes are
-    /// fewer than `least_nodes`.
+    /// fewer than `least_nodes`. Then they get an error, unless a `signal` ends the node: they save and exit together with its ranks.
     fn give_up_ranks(
         &mut self,
         slot: Slot,
         reason: &str,
         least_nodes: Option<usize>,
-        too_few: TooFew,
+        signal: Option<i32>,
     ) -> Option<String> {
         let min_world_size = self.elastic()?;
         let ranks = self.ranks_of(slot)?;
@@ -105,7 +95,7 @@ impl Run {
         if left == 0 || left < min_world_size || least_nodes.is_some() {
             let least = min_world_size.max(self.layout.least(least_nodes.unwrap_or(0)));
             let reason = format!("{reason}. The {left} remaining rank(s) are fewer than the run needs ({least})");
-            if let TooFew::Fail = too_few {
+            if signal.is_none() {
                 let _ = processes.fail(ranks.start, reason);
             }
             return None;

@@ -75,14 +75,14 @@ impl Metrics {
     }
 
     pub(super) fn html(&self) -> String {
-        let mut charts: BTreeMap<(Group<'_>, &str), Vec<chart::Curve<'_>>> = BTreeMap::new();
+        let mut charts: BTreeMap<((usize, &str), &str), Vec<chart::Curve<'_>>> = BTreeMap::new();
         for ((position, name), series) in &self.curves {
-            charts.entry((Group::of(name), *position)).or_default().push((name.clone(), series.points()));
+            charts.entry((chart_of(name), *position)).or_default().push((name.clone(), series.points()));
         }
         let mut figures = String::new();
-        for ((group, position), curves) in &charts {
+        for (((_, title), position), curves) in &charts {
             for curves in curves.chunks(chart::MOST) {
-                figures += &chart::figure(&group.title(), position, curves);
+                figures += &chart::figure(title, position, curves);
             }
         }
         let last = |((position, name), series): (&(&str, String), &Series)| {
@@ -95,34 +95,14 @@ impl Metrics {
     }
 }
 
-/// The curves that share a chart.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-enum Group<'a> {
-    Loss,
-    Score,
-    Speed,
-    Other(&'a str),
-}
-
-impl<'a> Group<'a> {
-    fn of(name: &'a str) -> Self {
-        let lower = name.to_lowercase();
-        let has = |parts: &[&str]| parts.iter().any(|part| lower.contains(part));
-        match () {
-            () if has(&["per_second"]) => Self::Speed,
-            () if has(&["loss"]) => Self::Loss,
-            () if has(&["accuracy", "f1", "iou", "auroc"]) => Self::Score,
-            () => Self::Other(name),
-        }
-    }
-
-    fn title(self) -> String {
-        match self {
-            Self::Loss => "Loss",
-            Self::Score => "Accuracy",
-            Self::Speed => "Samples per second",
-            Self::Other(name) => name,
-        }
-        .to_string()
+/// The chart of a curve: its place among the charts, and its title.
+fn chart_of(name: &str) -> (usize, &str) {
+    let lower = name.to_lowercase();
+    let has = |parts: &[&str]| parts.iter().any(|part| lower.contains(part));
+    match () {
+        () if has(&["per_second"]) => (2, "Samples per second"),
+        () if has(&["loss"]) => (0, "Loss"),
+        () if has(&["accuracy", "f1", "iou", "auroc"]) => (1, "Accuracy"),
+        () => (3, name),
     }
 }

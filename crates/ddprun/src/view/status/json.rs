@@ -94,6 +94,7 @@ pub(super) fn text(snapshot: &Snapshot) -> String {
     let ranks = snapshot.ranks.iter().map(|(rank, told)| {
         let told = told.as_ref();
         let metrics = told.into_iter().flat_map(|told| &told.metrics);
+        let number = |text: &String| text.parse().ok().filter(|value: &f64| value.is_finite());
         Rank {
             rank: *rank,
             host: snapshot.host(*rank, told),
@@ -105,7 +106,7 @@ pub(super) fn text(snapshot: &Snapshot) -> String {
             training_seconds: told.map(|told| told.trained),
             waiting_seconds: told.and_then(|told| told.waited),
             waiting_share: told.and_then(|told| told.waiting),
-            metrics: metrics.map(|(name, value)| (name.as_str(), value.parse().ok().filter(finite))).collect(),
+            metrics: metrics.map(|(name, value)| (name.as_str(), number(value))).collect(),
         }
     });
     let document = Run {
@@ -123,10 +124,6 @@ pub(super) fn text(snapshot: &Snapshot) -> String {
     };
     let json = String::from_utf8(candle_ddp_rendezvous::json::encode(&document)).unwrap_or_default();
     json + "\n"
-}
-
-fn finite(value: &f64) -> bool {
-    value.is_finite()
 }
 
 #[cfg(test)]

@@ -52,11 +52,6 @@ impl Line {
             ranks: snapshot.ranks.iter().filter_map(told).collect(),
         }
     }
-
-    /// Whether it says the same, at another time.
-    fn is_like(&self, other: &Self) -> bool {
-        (self.restarts, &self.ranks) == (other.restarts, &other.ranks)
-    }
 }
 
 /// Writes the file, from the first report of a rank on.
@@ -84,7 +79,8 @@ impl Recorder {
         let line = Line::of(snapshot);
         // Programs that make no steps leave no file.
         let says_nothing = self.last.is_none() && line.ranks.iter().all(|told| told.steps == 0);
-        if says_nothing || self.last.as_ref().is_some_and(|(_, last)| last.is_like(&line)) {
+        let is_like = |last: &Line| (last.restarts, &last.ranks) == (line.restarts, &line.ranks);
+        if says_nothing || self.last.as_ref().is_some_and(|(_, last)| is_like(last)) {
             return;
         }
         let text = [encode(&line), vec![b'\n']].concat();
