@@ -6,7 +6,6 @@ use super::layout::{Layout, Topology};
 use super::options::Options;
 use super::processes::Host;
 use super::secret::RunSecret;
-use super::streams::LocalRanks;
 use super::terms::{Pace, Terms, version};
 use crate::error::{Error, Result};
 use crate::time;
@@ -93,7 +92,7 @@ impl Config {
         let (master_addr, master_port) = master(&cli, max_nodes, is_static)?;
         let local = topology.local_world_size();
         let options = cli.options.clone();
-        let filter = options.local_ranks_filter.as_ref().and_then(LocalRanks::last);
+        let filter = options.local_ranks_filter.as_ref().and_then(|ranks| ranks.last().copied());
         let named = [
             ("--redirects", options.redirects.last_named()),
             ("--tee", options.tee.last_named()),

@@ -1,6 +1,6 @@
 //! The options whose values act as they were typed, whatever the others are.
 use super::prefix::{self, Template};
-use super::streams::{LocalRanks, StreamSelection};
+use super::streams::{LocalRanks, StreamSelection, parse_ranks};
 use crate::numa::{self, Binding};
 use crate::signal::{self, Signals};
 use clap::Arg;
@@ -117,7 +117,7 @@ pub(crate) struct Options {
 
     /// Local ranks whose output is shown, as in `0,2`; that of the others is not, but goes to log files as --redirects and
     /// --tee say, and its last lines are shown if the rank fails. [default: all]
-    #[arg(long, env = "PET_LOCAL_RANKS_FILTER", value_name = "LIST", help_heading = OUTPUT)]
+    #[arg(long, env = "PET_LOCAL_RANKS_FILTER", value_name = "LIST", value_parser = parse_ranks, help_heading = OUTPUT)]
     pub(crate) local_ranks_filter: Option<LocalRanks>,
 
     /// Serves the metrics of the run at http://ADDRESS:PORT/metrics, in the text format of Prometheus: steps, speed and waits of

@@ -68,44 +68,34 @@ impl Lines {
 mod tests {
     use super::*;
 
-    fn shown(lines: &mut Lines, bytes: &str) -> String {
-        String::from_utf8(lines.push(bytes.as_bytes())).unwrap()
+    /// What is shown after each of these pieces, and at the end.
+    fn shown(prefix: Option<&str>, terminal: bool, pieces: &[&str]) -> Vec<String> {
+        let mut lines = Lines::new(prefix.map(String::from), terminal);
+        let mut shown: Vec<Vec<u8>> = pieces.iter().map(|piece| lines.push(piece.as_bytes())).collect();
+        shown.extend([lines.finish(), lines.finish()]);
+        shown.into_iter().map(|bytes| String::from_utf8(bytes).unwrap()).collect()
     }
 
     #[test]
     fn unfinished_lines_are_held_back() {
-        let mut lines = Lines::new(None, false);
-        assert_eq!(shown(&mut lines, "one\ntw"), "one\n");
-        assert_eq!(shown(&mut lines, "o"), "");
-        assert_eq!(shown(&mut lines, "\nthree"), "two\n");
-        assert_eq!(lines.finish(), b"three");
-        assert_eq!(lines.finish(), b"");
+        assert_eq!(shown(None, false, &["one\ntw", "o", "\nthree"]), ["one\n", "", "two\n", "three", ""]);
     }
 
     #[test]
     fn carriage_returns_end_pieces_but_not_windows_lines() {
-        let mut lines = Lines::new(Some("> ".into()), false);
-        assert_eq!(shown(&mut lines, "10%\r20%\r"), "> 10%\r");
-        assert_eq!(shown(&mut lines, "30%"), "> 20%\r");
-        assert_eq!(shown(&mut lines, "\r"), "");
-        assert_eq!(shown(&mut lines, "\nnext"), "> 30%\r\n");
-        assert_eq!(lines.finish(), b"> next");
+        let pieces = ["10%\r20%\r", "30%", "\r", "\nnext"];
+        assert_eq!(shown(Some("> "), false, &pieces), ["> 10%\r", "> 20%\r", "", "> 30%\r\n", "> next", ""]);
     }
 
     #[test]
     fn a_progress_bar_reaches_the_terminal_at_once() {
-        let mut lines = Lines::new(None, true);
-        assert_eq!(shown(&mut lines, "plain"), "");
-        assert_eq!(shown(&mut lines, "\rbar 1"), "plain\rbar 1");
-        assert_eq!(shown(&mut lines, " of 2"), " of 2");
-        assert_eq!(shown(&mut lines, "\ntext"), "\n");
+        let pieces = ["plain", "\rbar 1", " of 2", "\ntext"];
+        assert_eq!(shown(None, true, &pieces), ["", "plain\rbar 1", " of 2", "\n", "text", ""]);
     }
 
     #[test]
     fn every_line_gets_the_prefix_once() {
-        let mut lines = Lines::new(Some("[0]:".into()), false);
-        assert_eq!(shown(&mut lines, "a\n\nb"), "[0]:a\n[0]:\n");
-        assert_eq!(shown(&mut lines, "c\n"), "[0]:bc\n");
+        assert_eq!(shown(Some("[0]:"), false, &["a\n\nb", "c\n"]), ["[0]:a\n[0]:\n", "[0]:bc\n", "", ""]);
     }
 
     #[test]
@@ -115,6 +105,6 @@ mod tests {
         assert!(lines.push(&piece).is_empty());
         let first = lines.push(b"yz");
         assert_eq!((first.len(), &first[..3]), (LONGEST + 4, &b"> x"[..]));
-        assert_eq!(shown(&mut lines, "end\n"), "end\n");
+        assert_eq!(lines.push(b"end\n"), b"end\n");
     }
 }

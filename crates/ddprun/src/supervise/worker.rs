@@ -216,7 +216,7 @@ impl Starter<'_> {
         let file = (redirect || tee).then(|| self.folder.log_file(restart_count, local_rank, name)).transpose()?;
         let rank = self.topology.rank(local_rank);
         let filter = config.options.local_ranks_filter.as_ref().filter(|_| !self.is_joint_check);
-        let is_shown = filter.is_none_or(|ranks| ranks.has(local_rank));
+        let is_shown = filter.is_none_or(|ranks| ranks.is_empty() || ranks.contains(&local_rank));
         let visible = is_shown && (tee || !redirect);
         let terminal = visible && self.console.is_terminal(target);
         let (ours, theirs) = match terminal.then(terminal::open) {
