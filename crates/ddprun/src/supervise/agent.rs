@@ -1,5 +1,5 @@
 //! The consequences of a worker's end: the workers that are restarted, and those that continue.
-use super::consequence::{self, Consequence, End, Restarts};
+use super::consequence::{self, Consequence, Restarts};
 use super::environment::Incarnation;
 use super::judgement::Judge;
 use super::members::Members;
@@ -265,7 +265,7 @@ impl<'a> Agent<'a> {
         }
         let alone = || self.judge.examine(std::slice::from_ref(worker), None, &self.starter.topology).on_one();
         let alone = if failed { alone() } else { None };
-        let reaction = self.react(worker, ended.how, failed).unwrap_or_else(|error| {
+        let reaction = self.react(worker, ended.how).unwrap_or_else(|error| {
             message(format_args!("rank {} {} and cannot be replaced: {error}", worker.rank, ended.how));
             if failed { Reaction::Fail } else { Reaction::Continue }
         });
@@ -310,16 +310,16 @@ impl<'a> Agent<'a> {
         }
     }
 
-    fn react(&mut self, worker: &mut Worker, how: Exit, failed: bool) -> Result<Reaction> {
-        let (rank, code, how) = (worker.rank, how.code(), how.to_string());
+    fn react(&mut self, worker: &mut Worker, exit: Exit) -> Result<Reaction> {
+        let rank = worker.rank;
         // Without this connection, the workers cannot have connected either.
         let min_world_size = self.elastic().unwrap_or_else(|error| {
             log::debug!("cannot connect to this launcher's own store: {error}");
             None
         });
         let elastic = self.members.as_mut().zip(min_world_size);
-        let end = End { rank, how: &how, what: &format!("rank {rank} {how}"), failed };
-        let (consequence, reason) = consequence::on_exit(elastic, end, &mut self.restarts)?;
+        let (exited, what) = (Exited { rank, exit }, format!("rank {rank} {exit}"));
+        let (consequence, reason) = consequence::on_exit(elastic, exited, &what, &mut self.restarts)?;
         Ok(match consequence {
             Consequence::Continue | Consequence::EndRanks => Reaction::Continue,
             Consequence::Fail => Reaction::Fail,
@@ -329,7 +329,7 @@ impl<'a> Agent<'a> {
                 Reaction::RestartAll
             }
             Consequence::ScaleDown => {
-                if !self.restarts.have_asked_for(code) {
+                if !self.restarts.have_asked_for(exit) {
                     message(reason);
                 }
                 worker.given_up = true;
@@ -340,7 +340,7 @@ impl<'a> Agent<'a> {
                 self.restart_count = self.restarts.used;
                 let incarnation = self.members.as_ref().map_or(0, |members| members.incarnation(rank));
                 self.start(worker.local_rank, incarnation).map(Reaction::Replaced).inspect_err(|error| {
-                    let reason = format!("its process {how} and cannot be restarted: {error}");
+                    let reason = format!("its process {exit} and cannot be restarted: {error}");
                     // The workers are ended in any case.
                     let _ = self.members.as_ref().map(|members| members.fail(rank, reason));
                 })?

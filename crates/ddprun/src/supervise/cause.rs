@@ -27,10 +27,9 @@ pub(crate) fn cause(workers: &[Worker], first: usize, errors: &[Option<WorkerErr
     if let Some((worker, _)) = killed.min_by_key(|(_, worker)| worker.ended.map(|ended| ended.after)) {
         return Cause { worker, elsewhere: None, told_by: None };
     }
-    let mut told_by = None;
-    let mut seen = vec![first];
-    let mut worker = first;
-    while let Some(rank) = culprit(errors, worker) {
+    let culprit = |worker: usize| errors.get(worker)?.as_ref()?.culprit();
+    let (mut worker, mut told_by, mut seen) = (first, None, vec![first]);
+    while let Some(rank) = culprit(worker) {
         match workers.iter().position(|worker| worker.rank == rank) {
             Some(next) if !seen.contains(&next) && may_be_to_blame(workers, next) => {
                 seen.push(next);
@@ -44,11 +43,6 @@ pub(crate) fn cause(workers: &[Worker], first: usize, errors: &[Option<WorkerErr
         }
     }
     Cause { worker, elsewhere: None, told_by }
-}
-
-/// The rank that worker `index` has reported as the cause of its failure.
-fn culprit(errors: &[Option<WorkerError>], index: usize) -> Option<usize> {
-    errors.get(index)?.as_ref()?.culprit()
 }
 
 /// The worker that was the first to fail by itself.

@@ -1,6 +1,7 @@
 //! The consequences of the end of a rank's process, on one machine or several: the ranks that are restarted, and those that
 //! continue.
 use super::members::{Members, Ranks};
+use super::nodes::Exited;
 use super::worker::Exit;
 use crate::console::message;
 use candle_ddp_rendezvous::Result;
@@ -23,22 +24,10 @@ impl Restarts {
         self.stopped_by.is_none() && self.used < self.most
     }
 
-    /// Whether a process ended with this exit code because it was asked to: by the signal that ends the run, for which it
-    /// has no handler.
-    pub(crate) fn have_asked_for(self, code: u8) -> bool {
-        self.stopped_by.is_some_and(|signal| Exit::Signal(signal).code() == code)
+    /// Whether a process ended so because it was asked to: by the signal that ends the run, for which it has no handler.
+    pub(crate) fn have_asked_for(self, exit: Exit) -> bool {
+        self.stopped_by.is_some_and(|signal| Exit::Signal(signal).code() == exit.code())
     }
-}
-
-/// The end of a rank's process.
-#[derive(Clone, Copy)]
-pub(crate) struct End<'a> {
-    pub(crate) rank: usize,
-    /// As in "exited with code 1".
-    pub(crate) how: &'a str,
-    /// The same with the rank, and its node if there are several.
-    pub(crate) what: &'a str,
-    pub(crate) failed: bool,
 }
 
 /// The consequence.
@@ -58,20 +47,21 @@ pub(crate) enum Consequence {
     ScaleDown,
 }
 
-/// Decides what follows, and why; the reason is empty if there is nothing to say.
-fn judge(end: End, ranks: Ranks, restarts: Restarts) -> (Consequence, String) {
+/// Decides what follows, and why; the reason is empty if there is nothing to say. `what` has happened, in words.
+fn judge(exited: Exited, what: &str, ranks: Ranks, restarts: Restarts) -> (Consequence, String) {
     use Consequence::{Continue, EndRanks, Fail, Replace, RestartAll, ScaleDown};
-    let End { rank, how, what, failed } = end;
+    let Exited { rank, exit } = exited;
+    let failed = exit.code() != 0;
     let Restarts { most, used, stopped_by } = restarts;
     let turn = format!("(restart {} of {most})", used.saturating_add(1));
     match ranks {
-        Ranks::With { .. } if !failed => (EndRanks, format!("its process {how} before all ranks had finished")),
+        Ranks::With { .. } if !failed => (EndRanks, format!("its process {exit} before all ranks had finished")),
         _ if !failed => (Continue, String::new()),
         Ranks::Without => (Continue, String::new()),
         Ranks::Over { finished: true } => {
             let after = "after all ranks had finished elastic::run: it is not restarted, and the work that its program does after \
                          elastic::run may be incomplete";
-            (Fail, format!("rank {rank} {how} {after}"))
+            (Fail, format!("rank {rank} {exit} {after}"))
         }
         Ranks::Fixed if restarts.are_left() => (RestartAll, format!("{what}: restarting all workers {turn}")),
         Ranks::With { .. } if restarts.are_left() => (Replace, format!("{what}: a new process takes its place {turn}")),
@@ -83,32 +73,34 @@ fn judge(end: End, ranks: Ranks, restarts: Restarts) -> (Consequence, String) {
                 (None, _) => format!("all restarts are used up (--max-restarts {most})"),
             };
             let few = format!("the {others} remaining rank(s) are fewer than min_world_size ({least})");
-            (Fail, format!("its process {how}, {used}, and {few}"))
+            (Fail, format!("its process {exit}, {used}, and {few}"))
         }
         Ranks::With { others, .. } => (ScaleDown, format!("{what}: the other {others} rank(s) continue without it")),
     }
 }
 
 /// Decides what follows and why, counts a restart if one is used, and informs the ranks of an elastic run. `elastic`
-/// holds these ranks, and the smallest number of them that may continue.
+/// holds these ranks, and the smallest number of them that may continue; `what` has happened, with the rank, and its node if there are
+/// several.
 pub(crate) fn on_exit(
     elastic: Option<(&mut Members, usize)>,
-    end: End,
+    exited: Exited,
+    what: &str,
     restarts: &mut Restarts,
 ) -> Result<(Consequence, String)> {
     let Some((members, least)) = elastic else {
-        let (consequence, reason) = judge(end, Ranks::Fixed, *restarts);
+        let (consequence, reason) = judge(exited, what, Ranks::Fixed, *restarts);
         restarts.used += u32::from(consequence == Consequence::RestartAll);
         return Ok((consequence, reason));
     };
-    let ranks = members.ranks(end.rank, least)?;
-    let (consequence, reason) = judge(end, ranks, *restarts);
+    let ranks = members.ranks(exited.rank, least)?;
+    let (consequence, reason) = judge(exited, what, ranks, *restarts);
     let next = match consequence {
-        Consequence::Replace => members.with_new([end.rank]),
-        Consequence::ScaleDown => members.without(|rank| rank == end.rank),
+        Consequence::Replace => members.with_new([exited.rank]),
+        Consequence::ScaleDown => members.without(|rank| rank == exited.rank),
         Consequence::EndRanks | Consequence::Fail => {
             match ranks {
-                Ranks::With { .. } => members.fail(end.rank, reason.clone())?,
+                Ranks::With { .. } => members.fail(exited.rank, reason.clone())?,
                 _ if !reason.is_empty() => message(&reason),
                 _ => {}
             }
@@ -129,8 +121,8 @@ mod tests {
     use super::Consequence::*;
     use super::*;
 
-    const FAILED: End = End { rank: 1, how: "exited with code 7", what: "rank 1 exited with code 7", failed: true };
-    const FINISHED: End = End { rank: 1, how: "exited with code 0", what: "rank 1 exited with code 0", failed: false };
+    const FAILED: Exited = Exited { rank: 1, exit: Exit::Code(7) };
+    const FINISHED: Exited = Exited { rank: 1, exit: Exit::Code(0) };
 
     #[test]
     fn what_follows_the_end_of_a_process() {
@@ -139,7 +131,7 @@ mod tests {
         let (enough, few) = (Ranks::With { others: 2, least: 2 }, Ranks::With { others: 1, least: 2 });
         let (fixed, without) = (Ranks::Fixed, Ranks::Without);
         let over = |finished| Ranks::Over { finished };
-        for (end, ranks, restarts, consequence, reason) in [
+        for (exited, ranks, restarts, consequence, reason) in [
             (FAILED, fixed, some, RestartAll, "rank 1 exited with code 7: restarting all workers (restart 2 of 3)"),
             (FAILED, fixed, none, Fail, ""),
             (FINISHED, fixed, some, Continue, ""),
@@ -158,7 +150,7 @@ mod tests {
             (FAILED, over(false), some, Fail, ""),
             (FINISHED, over(true), some, Continue, ""),
         ] {
-            let (judged, why) = judge(end, ranks, restarts);
+            let (judged, why) = judge(exited, &format!("rank 1 {}", exited.exit), ranks, restarts);
             assert_eq!((judged, why.is_empty()), (consequence, reason.is_empty()), "{why}");
             assert!(why.contains(reason), "{why}");
         }

@@ -53,15 +53,12 @@ impl<'a> Judge<'a> {
     }
 
     fn how(&self, exit: Exit) -> How {
+        let has_grown = || self.out_of_memory.zip(out_of_memory()).is_some_and(|(before, now)| now > before);
         match exit {
-            Exit::Signal(SIGKILL) if self.has_run_out_of_memory() => How::OutOfMemory,
+            Exit::Signal(SIGKILL) if has_grown() => How::OutOfMemory,
             Exit::Signal(_) => How::Signal,
             Exit::Code(_) | Exit::NotReplaced => How::Exit,
         }
-    }
-
-    fn has_run_out_of_memory(&self) -> bool {
-        self.out_of_memory.zip(out_of_memory()).is_some_and(|(before, now)| now > before)
     }
 
     /// The explanation of this run's flight records.

@@ -47,7 +47,6 @@ const FORWARDED: [&str; 4] = ["CANDLE_DDP_", "NCCL_", "PET_", "RUST_"];
 struct Agent {
     host: String,
     process: Child,
-    pid: Pid,
     /// `None` once it was told to end.
     input: Option<ChildStdin>,
     ended: Option<Exit>,
@@ -194,7 +193,6 @@ fn start(
     let hint = "it starts ddprun on the machines of --hosts: install it, or give another program by --rsh".to_string();
     let started = command.spawn();
     let mut process = started.map_err(|error| Error::Program { program: program.to_string(), error, hint })?;
-    let pid = Pid::from_child(&process);
     let (stdout, stderr) = (process.stdout.take().map(Into::into), process.stderr.take().map(Into::into));
     for (target, fd) in [(Target::Stdout, stdout), (Target::Stderr, stderr)] {
         let (shown, tail) = (Some(Lines::new(None, false)), Tail::default());
@@ -203,7 +201,7 @@ fn start(
     let mut input = process.stdin.take();
     // If the connection has failed already, its end says so.
     let _ = input.as_mut().map(|input| input.write_all(first_lines));
-    Ok(Agent { host: host.to_string(), process, pid, input, ended: None })
+    Ok(Agent { host: host.to_string(), process, input, ended: None })
 }
 
 /// Waits for all agents, and forwards signals to them.
@@ -290,7 +288,7 @@ fn reap(agents: &mut [Agent], failed: &mut Option<Failed>, deadline: &mut Option
             Err(Errno::INTR) => continue,
             Ok(None) | Err(_) => return,
         };
-        let Some(agent) = agents.iter_mut().find(|agent| agent.pid == pid) else { continue };
+        let Some(agent) = agents.iter_mut().find(|agent| Pid::from_child(&agent.process) == pid) else { continue };
         let how = Exit::new(status);
         (agent.ended, agent.input) = (Some(how), None);
         if let Exit::Signal(_) | Exit::Code(NO_CONNECTION) = how {

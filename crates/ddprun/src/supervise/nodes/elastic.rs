@@ -1,7 +1,7 @@
 //! Runs of `candle_ddp::elastic::run` over several nodes: when some processes end, the others keep running.
 use super::message::{Admission, Entry, Exited, Node, Replacement, Slot};
 use super::run::{Action, Check, Run, State};
-use crate::supervise::consequence::{self, Consequence, End};
+use crate::supervise::consequence::{self, Consequence};
 use crate::supervise::members::Members;
 use crate::verdict::Verdict;
 use candle_ddp_rendezvous::Member;
@@ -15,22 +15,21 @@ impl Run {
     /// Decides what follows when the process of a rank has ended.
     pub(super) fn judge(&mut self, slot: Slot, exited: Exited) {
         let Exited { rank, exit } = exited;
-        let (how, code, verdict) = (exit.to_string(), exit.code(), self.verdict_on(slot, exited));
-        let (what, failed) = (verdict.text.clone(), code != 0);
+        let (failed, verdict) = (exit.code() != 0, self.verdict_on(slot, exited));
         if self.check == Check::Running && failed {
             // Nothing is restarted: the machines are what they are.
-            let text = format!("{what}, in the check before the run (--check)");
+            let text = format!("{}, in the check before the run (--check)", verdict.text);
             return self.fail(Verdict { text, ..verdict }, Some(slot));
         }
         let min_world_size = self.elastic();
         let elastic = self.processes.as_mut().zip(min_world_size);
-        let judged = consequence::on_exit(elastic, End { rank, how: &how, what: &what, failed }, &mut self.restarts);
+        let judged = consequence::on_exit(elastic, exited, &verdict.text, &mut self.restarts);
         // If the process of the store ends, this one ends with it, so its calls do not fail.
         let (next, reason) =
             judged.unwrap_or((if failed { Consequence::Fail } else { Consequence::Continue }, String::new()));
         if self.restarts.stopped_by.is_some() {
             // No node needs to know: their workers end anyway.
-            if next == Consequence::ScaleDown && !self.restarts.have_asked_for(code) {
+            if next == Consequence::ScaleDown && !self.restarts.have_asked_for(exit) {
                 log::warn!("{reason}");
             }
             return;
