@@ -1,6 +1,5 @@
 //! The consequences of a worker's end: the workers that are restarted, and those that continue.
 use super::consequence::{self, Consequence, Restarts};
-use super::environment::Incarnation;
 use super::judgement::Judge;
 use super::members::Members;
 use super::nodes::{Admission, Exited, Link, Message, Replacement, Round, Slot};
@@ -196,7 +195,7 @@ impl<'a> Agent<'a> {
 
     fn start(&mut self, local_rank: usize, incarnation: u64) -> Result<Worker> {
         let agent = format!("{}/{}/{incarnation}/{}", self.starter.config.run_id, self.attempt, self.min_world_size());
-        self.starter.start(local_rank, &Incarnation { restart_count: self.restart_count, agent })
+        self.starter.start(local_rank, self.restart_count, &agent)
     }
 
     /// The smallest world size of an elastic run, unless its program sets one.

@@ -7,15 +7,6 @@ use candle_ddp_rendezvous::{AGENT_VARIABLE, STORE_VARIABLE};
 use std::ffi::OsString;
 use std::path::Path;
 
-/// Distinguishes workers that successively get the same rank.
-#[derive(Debug, Clone)]
-pub(crate) struct Incarnation {
-    /// The number of restarts so far.
-    pub(crate) restart_count: u32,
-    /// The value of the variable by which elastic workers find their launcher.
-    pub(crate) agent: String,
-}
-
 /// Variables that set the number of threads of programs and libraries.
 const THREADS: [&str; 2] = ["RAYON_NUM_THREADS", "OMP_NUM_THREADS"];
 
@@ -47,14 +38,16 @@ pub(crate) fn threads(config: &Config) -> Vec<(&'static str, usize)> {
     config.threads.map_or_else(Vec::new, |count| THREADS.into_iter().filter(unset).map(|name| (name, count)).collect())
 }
 
-/// Returns the variables that the worker `local_rank` gets in addition to ddprun's own environment.
+/// Returns the variables that the worker `local_rank` gets in addition to ddprun's own environment, after so many restarts. By `agent`,
+/// elastic workers find their launcher, and differ from earlier ones with the same rank.
 pub(crate) fn variables(
     config: &Config,
     topology: &Topology,
     local_rank: usize,
     master_port: u16,
     error_file: Option<&Path>,
-    incarnation: &Incarnation,
+    restart_count: u32,
+    agent: &str,
 ) -> Vec<(&'static str, OsString)> {
     let (rank, world_size) = (topology.rank(local_rank).to_string(), topology.world_size().to_string());
     let mut variables: Vec<(&'static str, OsString)> = vec![
@@ -71,11 +64,11 @@ pub(crate) fn variables(
         ("MASTER_ADDR", config.master_addr.clone().into()),
         ("MASTER_PORT", master_port.to_string().into()),
         (STORE_VARIABLE, format!("{}:{master_port}", config.master_addr).into()),
-        ("TORCHELASTIC_RESTART_COUNT", incarnation.restart_count.to_string().into()),
+        ("TORCHELASTIC_RESTART_COUNT", restart_count.to_string().into()),
         ("TORCHELASTIC_MAX_RESTARTS", config.options.max_restarts.to_string().into()),
         ("TORCHELASTIC_RUN_ID", config.run_id.clone().into()),
         ("TORCHELASTIC_USE_AGENT_STORE", "True".into()),
-        (AGENT_VARIABLE, incarnation.agent.clone().into()),
+        (AGENT_VARIABLE, agent.into()),
     ];
     variables.extend(error_file.map(|path| (FILE_VARIABLE, path.into())));
     let device = config.virtual_devices.as_ref().and_then(|devices| devices.get(local_rank));

@@ -26,7 +26,7 @@ use crate::command::cli::Cli;
 use crate::command::config::{Config, Program};
 use crate::command::processes::{Host, Processes};
 use crate::command::secret::{self, RunSecret};
-use crate::console::{Console, message};
+use crate::console::message;
 use crate::error::{Error, Result};
 use crate::verdict::{How, Outcome as After, VERDICT, Verdict, Verdicts};
 use crate::view::status::{RECORD, RunStatus, Source};
@@ -146,7 +146,6 @@ fn run_workers(
     events: Events,
 ) -> Result<End> {
     let watch = if config.is_check { None } else { Watch::start(config, source.clone(), folder.kept(RECORD))? };
-    let console = Console::get();
     let (intake, incoming) = output::intake().map_err(|error| Error::io("creating a pipe", error))?;
     events.forward(incoming)?;
     let (terminals, cpus) = (Vec::new(), cpus(config)?);
@@ -158,7 +157,6 @@ fn run_workers(
         is_joint_check: false,
         folder,
         master_port,
-        console,
         is_bound: can_bind(),
         cpus,
         intake,

@@ -1,6 +1,5 @@
 //! Starting a worker, and how it ended.
 use super::environment;
-use super::environment::Incarnation;
 use super::folder::{RunFolder, STDERR, STDOUT};
 use super::hosts;
 use super::lines::Lines;
@@ -129,7 +128,6 @@ pub(crate) struct Starter<'a> {
     pub(crate) is_joint_check: bool,
     pub(crate) folder: &'a RunFolder,
     pub(crate) master_port: u16,
-    pub(crate) console: &'static Console,
     /// Whether the kernel kills workers when this process ends.
     pub(crate) is_bound: bool,
     /// The processors of each worker; empty if they are not bound.
@@ -141,8 +139,9 @@ pub(crate) struct Starter<'a> {
 }
 
 impl Starter<'_> {
-    /// Starts one worker as the leader of its own process group.
-    pub(crate) fn start(&mut self, local_rank: usize, incarnation: &Incarnation) -> Result<Worker> {
+    /// Starts one worker as the leader of its own process group, after so many restarts. `agent` distinguishes it from earlier ones with
+    /// the same rank.
+    pub(crate) fn start(&mut self, local_rank: usize, restart_count: u32, agent: &str) -> Result<Worker> {
         let config = self.config;
         let rank = self.topology.rank(local_rank);
         let mut command = if self.is_joint_check { check::joint(config)? } else { Command::new(self.program) };
@@ -151,8 +150,8 @@ impl Starter<'_> {
             let local_rank = || config.shown_local_rank(local_rank);
             command.args(config.options.pass_local_rank.iter().map(|name| format!("{name}={}", local_rank())));
         }
-        self.folder.prepare(incarnation.restart_count, local_rank)?;
-        let error_file = self.folder.error_file(incarnation.restart_count, local_rank);
+        self.folder.prepare(restart_count, local_rank)?;
+        let error_file = self.folder.error_file(restart_count, local_rank);
         if let Some(variables) = &config.agent {
             // A ddprun that the program starts is none of this run's.
             hosts::OWN.iter().for_each(|name| {
@@ -168,19 +167,20 @@ impl Starter<'_> {
             local_rank,
             self.master_port,
             error_file.as_deref(),
-            incarnation,
+            restart_count,
+            agent,
         ));
         config.secret.give(&mut command);
         self.terminals.retain(|(rank, _)| *rank != local_rank);
         // A background process is stopped when it reads from the terminal.
         command.stdin(Stdio::null());
-        let (stdout, source) = self.stream(local_rank, incarnation.restart_count, Target::Stdout)?;
+        let (stdout, source) = self.stream(local_rank, restart_count, Target::Stdout)?;
         let mut sources = vec![source];
-        let stderr = if self.console.is_one() && !self.logged(local_rank).iter().any(|streams| streams.any()) {
+        let stderr = if Console::get().is_one() && !self.logged(local_rank).iter().any(|streams| streams.any()) {
             // Both streams end in the same place, so a single stream keeps their order.
             stdout.try_clone().map_err(|error| cannot("duplicating an output stream", rank, error))?
         } else {
-            let (stderr, source) = self.stream(local_rank, incarnation.restart_count, Target::Stderr)?;
+            let (stderr, source) = self.stream(local_rank, restart_count, Target::Stderr)?;
             sources.push(source);
             stderr
         };
@@ -199,7 +199,7 @@ impl Starter<'_> {
         if let Some(intake) = &self.intake {
             sources.into_iter().for_each(|source| intake.add(source));
         }
-        Ok(Worker { local_rank, rank, pid, restart_count: incarnation.restart_count, ended: None, given_up: false })
+        Ok(Worker { local_rank, rank, pid, restart_count, ended: None, given_up: false })
     }
 
     /// The streams of a worker that go to log files only, and those that are also shown.
@@ -218,7 +218,7 @@ impl Starter<'_> {
         let filter = config.options.local_ranks_filter.as_ref().filter(|_| !self.is_joint_check);
         let is_shown = filter.is_none_or(|ranks| ranks.is_empty() || ranks.contains(&local_rank));
         let visible = is_shown && (tee || !redirect);
-        let terminal = visible && self.console.is_terminal(target);
+        let terminal = visible && Console::get().is_terminal(target);
         let (ours, theirs) = match terminal.then(terminal::open) {
             Some(Ok((ours, theirs))) => {
                 let copy = ours.try_clone().map_err(|error| cannot("duplicating a pseudo-terminal", rank, error))?;
