@@ -67,7 +67,7 @@ pub(crate) fn run(cli: &Cli, hosts: &[Host]) -> Result<u8> {
     let mut agents = Vec::new();
     for (node_rank, host) in hosts.iter().enumerate() {
         let command = command(cli, hosts, node_rank)?;
-        agents.push(start(cli.ranks.rsh.as_deref(), &host.name, &command, &first_lines, &intake, node_rank)?);
+        agents.push(start(cli, &host.name, &command, &first_lines, &intake, node_rank)?);
     }
     Ok(follow(&mut agents, intake, &events, options))
 }
@@ -174,15 +174,8 @@ fn quoted(word: &OsStr) -> OsString {
     OsString::from_vec(bytes)
 }
 
-fn start(
-    rsh: Option<&str>,
-    host: &str,
-    script: &str,
-    first_lines: &[u8],
-    intake: &Intake,
-    node_rank: usize,
-) -> Result<Agent> {
-    let mut words = rsh.unwrap_or(SSH).split_whitespace();
+fn start(cli: &Cli, host: &str, script: &str, first_lines: &[u8], intake: &Intake, node_rank: usize) -> Result<Agent> {
+    let mut words = cli.ranks.rsh.as_deref().unwrap_or(SSH).split_whitespace();
     let program = words.next().ok_or_else(|| Error::usage("--rsh", "is empty"))?;
     let mut command = Command::new(program);
     command.args(words).arg(host).arg(script);

@@ -75,14 +75,8 @@ impl Run {
     }
 
     /// Lets the other ranks continue without the ranks of a node, and returns why, unless they are too few, or their nodes are
-    /// fewer than `least_nodes`. Then they get an error, unless a `signal` ends the node: they save and exit together with its ranks.
-    fn give_up_ranks(
-        &mut self,
-        slot: Slot,
-        reason: &str,
-        least_nodes: Option<usize>,
-        signal: Option<i32>,
-    ) -> Option<String> {
+    /// fewer than `least`. Then they get an error, unless a `signal` ends the node: they save and exit together with its ranks.
+    fn give_up_ranks(&mut self, slot: Slot, reason: &str, least: Option<usize>, signal: Option<i32>) -> Option<String> {
         let min_world_size = self.elastic()?;
         let ranks = self.ranks_of(slot)?;
         let processes = self.processes.as_mut()?;
@@ -91,8 +85,8 @@ impl Run {
         }
         let next = processes.without(|rank| ranks.contains(&rank));
         let left = next.len();
-        if left == 0 || left < min_world_size || least_nodes.is_some() {
-            let least = min_world_size.max(self.layout.least(least_nodes.unwrap_or(0)));
+        if left == 0 || left < min_world_size || least.is_some() {
+            let least = min_world_size.max(self.layout.least(least.unwrap_or(0)));
             let reason = format!("{reason}. The {left} remaining rank(s) are fewer than the run needs ({least})");
             if signal.is_none() {
                 let _ = processes.fail(ranks.start, reason);

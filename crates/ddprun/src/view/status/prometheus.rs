@@ -45,13 +45,8 @@ pub(crate) fn text(snapshot: &Snapshot) -> String {
     }
     let nodes = run.nodes.iter().filter(|node| node.is_alive).count();
     text.single("ddprun_nodes", "gauge", "Nodes that are alive.", &[], nodes as f64);
-    text.single(
-        "ddprun_ranks",
-        "gauge",
-        "Ranks that take part.",
-        &[],
-        (snapshot.ranks.len() + snapshot.unlisted) as f64,
-    );
+    let ranks = snapshot.ranks.len() + snapshot.unlisted;
+    text.single("ddprun_ranks", "gauge", "Ranks that take part.", &[], ranks as f64);
     if let Some(failure) = &run.last_failure {
         let help = "When a worker or a node last failed, since 1970.";
         let number = |number: Option<usize>| number.map(|number| number.to_string()).unwrap_or_default();
