@@ -163,6 +163,9 @@ fn narrow_products<T: Element>(
                 product((m, n, k), (a, strides_a), (b, strides_b), None, threads)
             };
             let threads = threads();
+            if batch == 1 {
+                return one(0, threads);
+            }
             if batch < threads {
                 let products: Result<Vec<_>> = (0..batch).map(|index| one(index, threads)).collect();
                 return Ok(products?.concat());

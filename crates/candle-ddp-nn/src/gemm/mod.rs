@@ -43,17 +43,19 @@ pub(super) fn product<T: Element, B: Element<Real = T::Real>>(
         candle_core::bail!("the bias of a product with {n} columns must have as many elements")
     }
     if let (Some(unit), Some(of_a)) = (unit::<T>()?, same(a.0)) {
-        let mut result = vec![T::from_f64(0.0); elements];
+        let mut result = Vec::<T>::with_capacity(elements);
         let (of_a, bias) = ((of_a, a.1), bias.and_then(same));
-        match (same_mut(&mut result), same(b.0), same(b.0)) {
+        match (same_mut(&mut result.spare_capacity_mut()[..elements]), same(b.0), same(b.0)) {
             (Some(result), Some(of_b), _) => {
-                blocks::rounded::<half::bf16>(unit, (m, n, k), result, of_a, (of_b, b.1), bias, threads)
+                blocks::rounded::<_, half::bf16>(unit, (m, n, k), result, of_a, (of_b, b.1), bias, threads)
             }
             (Some(result), _, Some(of_b)) => {
-                blocks::rounded::<f32>(unit, (m, n, k), result, of_a, (of_b, b.1), bias, threads)
+                blocks::rounded::<_, f32>(unit, (m, n, k), result, of_a, (of_b, b.1), bias, threads)
             }
             _ => candle_core::bail!("a product of {:?} cannot have a factor of {:?}", T::DTYPE, B::DTYPE),
         }
+        // SAFETY: all elements have been written.
+        unsafe { result.set_len(elements) };
         return Ok(result);
     }
     if !is_wide::<T>() {
@@ -109,11 +111,17 @@ pub(super) fn gemm<T: Element, B: Element<Real = T::Real>>(
             {
                 let of_a = (of_a, a.1);
                 match (same(b.0), same(b.0)) {
-                    (Some(of_b), _) => {
-                        blocks::sums::<half::bf16>(unit, (m, n, k), result, accumulate, of_a, (of_b, b.1), threads)
-                    }
+                    (Some(of_b), _) => blocks::sums::<_, half::bf16>(
+                        unit,
+                        (m, n, k),
+                        (result, n),
+                        accumulate,
+                        of_a,
+                        (of_b, b.1),
+                        threads,
+                    ),
                     (_, Some(of_b)) => {
-                        blocks::sums::<f32>(unit, (m, n, k), result, accumulate, of_a, (of_b, b.1), threads)
+                        blocks::sums::<_, f32>(unit, (m, n, k), (result, n), accumulate, of_a, (of_b, b.1), threads)
                     }
                     _ => candle_core::bail!("a product of {:?} cannot have a factor of {:?}", T::DTYPE, B::DTYPE),
                 }

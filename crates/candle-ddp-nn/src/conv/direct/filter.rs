@@ -158,11 +158,8 @@ impl Part<'_> {
         let taps = geometry.kernel[0] * geometry.kernel[1];
         let pairs = halves.first.outputs(window);
         let mut rows = PackedRows::default();
-        let mut lines = vec![0; LANES * pairs];
-        rows.pack(unit, geometry.group_outputs(), pairs, |rows, to| {
-            let width = rows.len();
-            vectorise!(|| self.gradients(unit, halves, group, rows, pairs, &mut lines));
-            unit.transpose_pairs(&lines, pairs, width, pairs, to, width);
+        rows.pack_pairs(unit, geometry.group_outputs(), pairs, |rows, lines, distance| {
+            vectorise!(|| self.gradients(unit, halves, group, rows, pairs, (lines, distance)));
         });
         let mut packed = vec![0; COLUMNS * pairs.min(2 * DEPTH)];
         for channels in channels(geometry) {
@@ -193,13 +190,13 @@ impl Part<'_> {
         group: usize,
         channels: Range<usize>,
         pairs: usize,
-        lines: &mut [u32],
+        (lines, distance): (&mut [u32], usize),
     ) {
         let Self { geometry, window, dy, .. } = self;
         let [height, width] = geometry.output;
         let zeros = vec![bf16::ZERO; width];
         for Run { start, length, image, row, column } in window.runs(&halves.first, 0..pairs) {
-            for (channel, line) in channels.clone().zip(lines.chunks_exact_mut(pairs)) {
+            for (channel, line) in channels.clone().zip(lines.chunks_exact_mut(distance)) {
                 let gradients = |image: usize, row: usize| {
                     let channel = image * geometry.co + group * geometry.group_outputs() + channel;
                     &dy[(channel * height + row) * width + column..][..length]

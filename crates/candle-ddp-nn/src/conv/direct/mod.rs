@@ -195,19 +195,13 @@ impl Pass {
     fn pack_weights<U: Unit>(&self, unit: U, group: usize, weight: &[bf16]) -> PackedRows {
         let weight = &weight[group * (weight.len() / self.groups)..];
         let pairs = self.pairs();
-        let mut lines = vec![0; LANES * pairs];
         let mut packed = PackedRows::default();
-        packed.pack(unit, self.outputs, pairs, |rows, to| {
-            if pairs == 0 {
-                return;
-            }
-            let width = rows.len();
+        packed.pack_pairs(unit, self.outputs, pairs, |rows, lines, distance| {
             vectorise!(|| {
-                for (output, line) in rows.zip(lines.chunks_exact_mut(pairs)) {
-                    self.weight_pairs(unit, &weight[output * self.by_output..], line);
+                for (output, line) in rows.zip(lines.chunks_exact_mut(distance)) {
+                    self.weight_pairs(unit, &weight[output * self.by_output..], &mut line[..pairs]);
                 }
             });
-            unit.transpose_pairs(&lines, pairs, width, pairs, to, width);
         });
         packed
     }
@@ -253,7 +247,7 @@ impl Pass {
         let (count, pairs) = (band.outputs(&self.window), self.pairs());
         let columns = COLUMNS.min(count);
         let mut sums = vec![0.0; self.outputs * columns];
-        let depth = pairs.div_ceil(pairs.div_ceil(DEPTH).max(1));
+        let depth = pairs.div_ceil(pairs.div_ceil(DEPTH).max(1)).next_multiple_of(LANES).min(pairs);
         let mut packed = vec![0; columns.next_multiple_of(WIDTH) * depth];
         for start in (0..count).step_by(COLUMNS) {
             let range = start..(start + COLUMNS).min(count);

@@ -25,7 +25,7 @@ impl Unit for Avx512 {
         match self {}
     }
 
-    fn tile(self, _: &[u32], _: &[u32], _: usize, _: usize, _: usize, _: &mut [f32], _: usize, _: bool) {
+    fn tile(self, _: &[bf16], _: &[u32], _: usize, _: usize, _: usize, _: &mut [f32], _: usize, _: bool) {
         match self {}
     }
 

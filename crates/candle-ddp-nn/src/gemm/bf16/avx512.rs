@@ -1,10 +1,10 @@
 //! The instructions of AVX512-BF16, and for products of panels AMX-BF16, where it is.
 use super::transposed::transposed;
-use super::{LANES, Product, ROWS, Source, Unit, VECTORS, WIDTH, amx};
+use super::{Block, LANES, Product, ROWS, Source, Unit, VECTORS, WIDTH, amx};
 use candle_ddp_env::Result;
 use half::bf16;
 use std::arch::x86_64::*;
-use std::mem::transmute;
+use std::mem::{MaybeUninit, transmute};
 
 /// Proof that this processor has AVX512-BF16.
 #[derive(Clone, Copy)]
@@ -33,27 +33,50 @@ impl Avx512 {
     }
 }
 
-/// Checks that `from` has the lines, and `to` has room for 16 pairs at each of the places.
+/// Checks that `from` has the lines, and `to` has room for the vectors of all of them at each of the places.
 fn check<E>(from: &[E], last: usize, lines: usize, places: usize, to: &[u32], width: usize) {
-    assert!((1..=LANES).contains(&lines) && places > 0 && last < from.len());
-    assert!((places - 1) * width + LANES <= to.len());
+    assert!(lines > 0 && places > 0 && last < from.len());
+    assert!((places - 1) * width + lines.next_multiple_of(LANES) <= to.len());
 }
 
 impl Unit for Avx512 {
     fn rows(self) -> usize {
-        if self.has_tiles { amx::ROWS } else { ROWS }
+        if self.has_tiles { WIDTH } else { ROWS }
     }
 
-    fn multiply(self, product: Product) {
+    fn is_by_row(self) -> bool {
+        self.has_tiles
+    }
+
+    fn block(self, depth: usize) -> Block {
+        if self.has_tiles { amx::block(depth) } else { Block::OF_VECTORS }
+    }
+
+    fn multiply(self, product: Product, (result, distance): (&mut [f32], usize), accumulate: bool) {
         if !self.has_tiles {
-            return product.by_tiles(self);
+            return product.by_tiles(self, (result, distance), accumulate);
         }
-        let Product { a, rows, b, columns, pairs, ref result, distance, .. } = product;
-        assert!((1..=amx::ROWS).contains(&rows) && pairs > 0 && a.len() >= rows * pairs);
-        assert!(b.len() >= columns.next_multiple_of(WIDTH) * pairs && columns <= distance);
-        assert!(result.len() >= (rows - 1) * distance + columns);
+        amx::check(&product);
+        assert!(product.columns <= distance && result.len() >= (product.a.count - 1) * distance + product.columns);
         // SAFETY: the processor has tiles, and the slices are long enough, as checked.
-        unsafe { amx::multiply(product) };
+        unsafe { amx::multiply(product, result, distance, accumulate) };
+    }
+
+    fn multiply_rounded(
+        self,
+        product: Product,
+        (to, distance): (&mut [MaybeUninit<bf16>], usize),
+        bias: Option<&[bf16]>,
+        sums: &mut Vec<f32>,
+    ) {
+        if !self.has_tiles {
+            return product.rounded_by_tiles(self, (to, distance), bias, sums);
+        }
+        amx::check(&product);
+        assert!(product.columns <= distance && to.len() >= (product.a.count - 1) * distance + product.columns);
+        assert!(bias.is_none_or(|bias| bias.len() >= product.columns));
+        // SAFETY: the processor has tiles, and the slices are long enough, as checked.
+        unsafe { amx::multiply_rounded(product, to, distance, bias) };
     }
 
     fn transpose<E: Source>(
@@ -65,12 +88,14 @@ impl Unit for Avx512 {
         to: &mut [u32],
         width: usize,
     ) {
+        assert!(lines <= LANES);
         check(from, (lines - 1) * distance + depth - 1, lines, depth.div_ceil(2), to, width);
         // SAFETY: the processor has the instructions, and the slices are long enough, as checked.
         unsafe { transpose(from.as_ptr(), distance, lines, depth, to.as_mut_ptr(), width) }
     }
 
     fn transpose_pairs(self, from: &[u32], distance: usize, lines: usize, pairs: usize, to: &mut [u32], width: usize) {
+        assert!(lines <= LANES);
         check(from, (lines - 1) * distance + pairs - 1, lines, pairs, to, width);
         // SAFETY: the processor has the instructions, and the slices are long enough, as checked. Both types are numbers
         // without invalid values.
@@ -86,6 +111,7 @@ impl Unit for Avx512 {
         to: &mut [u32],
         width: usize,
     ) {
+        assert!(lines <= WIDTH);
         check(from, (depth - 1) * distance + lines - 1, lines, depth.div_ceil(2), to, width);
         // SAFETY: the processor has the instructions, and the slices are long enough, as checked.
         unsafe { interleave(from.as_ptr(), distance, lines, depth, to.as_mut_ptr(), width) }
@@ -93,7 +119,7 @@ impl Unit for Avx512 {
 
     fn tile(
         self,
-        a: &[u32],
+        a: &[bf16],
         b: &[u32],
         rows: usize,
         columns: usize,
@@ -103,9 +129,9 @@ impl Unit for Avx512 {
         accumulate: bool,
     ) {
         assert!((1..=ROWS).contains(&rows) && (1..=LANES * VECTORS).contains(&columns));
-        assert!(a.len() >= rows * pairs && b.len() >= LANES * VECTORS * pairs);
+        assert!(a.len() >= 2 * rows * pairs && b.len() >= LANES * VECTORS * pairs);
         assert!(result.len() >= (rows - 1) * distance + columns);
-        let (a, b, result) = (a.as_ptr(), b.as_ptr(), result.as_mut_ptr());
+        let (a, b, result) = (a.as_ptr().cast(), b.as_ptr(), result.as_mut_ptr());
         macro_rules! tiles {
             ($($rows:literal)*) => {
                 match (rows, columns > LANES) {
@@ -162,7 +188,7 @@ unsafe fn tile<const R: usize, const V: usize>(
         }
         for (row, sums) in sums.iter_mut().enumerate() {
             // SAFETY: `a` has `R` elements for each pair.
-            let row = _mm512_set1_epi32(unsafe { a.add(pair * R + row).read() } as i32);
+            let row = _mm512_set1_epi32(unsafe { a.add(pair * R + row).read_unaligned() } as i32);
             for (sum, column) in sums.iter_mut().zip(&column) {
                 // SAFETY: both types are 512 bits of anything.
                 let [row, column] = [row, *column].map(|pairs| unsafe { transmute::<__m512i, __m512bh>(pairs) });
@@ -218,7 +244,7 @@ unsafe fn transpose<E: Source>(
 }
 
 /// # Safety
-/// `from` must be valid for `depth` runs of `lines` ≤ 16 elements, `distance` apart, and `to` for 16 elements at each
+/// `from` must be valid for `depth` runs of `lines` ≤ 32 elements, `distance` apart, and `to` for whole vectors of 16 elements at each
 /// multiple of `width`, one for each pair.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
 unsafe fn interleave<E: Source>(
@@ -229,16 +255,19 @@ unsafe fn interleave<E: Source>(
     to: *mut u32,
     width: usize,
 ) {
-    let mask = if lines >= LANES { !0 } else { (1 << lines) - 1 };
+    let mask = |first: usize| if lines >= first + LANES { !0 } else { (1 << (lines - first)) - 1 };
     for pair in 0..depth.div_ceil(2) {
-        // SAFETY: the mask leaves out what is beyond the lines.
-        let load = |at: usize| unsafe { _mm512_cvtepu16_epi32(E::load_16(from.add(at * distance), mask)) };
-        let mut both = load(2 * pair);
-        if 2 * pair + 1 < depth {
-            both = _mm512_or_si512(both, _mm512_slli_epi32::<16>(load(2 * pair + 1)));
+        for first in (0..lines).step_by(LANES) {
+            // SAFETY: the mask leaves out what is beyond the lines.
+            let load =
+                |at: usize| unsafe { _mm512_cvtepu16_epi32(E::load_16(from.add(at * distance + first), mask(first))) };
+            let mut both = load(2 * pair);
+            if 2 * pair + 1 < depth {
+                both = _mm512_or_si512(both, _mm512_slli_epi32::<16>(load(2 * pair + 1)));
+            }
+            // SAFETY: `to` has room for whole vectors of all lines at each of the pairs.
+            unsafe { _mm512_storeu_si512(to.add(pair * width + first).cast(), both) };
         }
-        // SAFETY: `to` has room for 16 elements at each of the pairs.
-        unsafe { _mm512_storeu_si512(to.add(pair * width).cast(), both) };
     }
 }
 

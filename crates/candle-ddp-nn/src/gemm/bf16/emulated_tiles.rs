@@ -1,9 +1,11 @@
 //! AMX-BF16 for tests on processors without it: a handler of illegal instructions that does what the manual says. It checks what
 //! a processor would refuse.
-use super::amx::Config;
-use super::tests::{numbers, products_are_exact_up_to_sums};
-use super::{Avx512, LANES, Product, Unit, WIDTH};
+use super::amx::{Config, is_there};
+use super::tests::{blocks_meet, numbers, products_are_exact_up_to_sums};
+use super::{Avx512, PackedRows, Product, Unit, WIDTH, multiply_packed};
+use half::bf16;
 use std::cell::UnsafeCell;
+use std::mem::MaybeUninit;
 use std::ptr::{null_mut, read_unaligned};
 use std::sync::Once;
 
@@ -18,10 +20,14 @@ thread_local! {
     static TILES: UnsafeCell<Tiles> = const { UnsafeCell::new(Tiles { config: None, data: [[[0; 64]; 16]; 8] }) };
 }
 
-/// The unit with tiles, which are emulated where the processor has none; `None` without AVX512-BF16.
+/// The unit with tiles, which are emulated where the processor has none; `None` without AVX512-BF16, and where tiles are turned off: the
+/// processor then does some of the instructions itself.
 pub(crate) fn unit() -> Option<Avx512> {
     let unit = Avx512::detect().expect("CANDLE_DDP_AMX is valid")?;
-    if unit.rows() != LANES {
+    if !unit.is_by_row() {
+        if is_there() {
+            return None;
+        }
         install();
     }
     Some(unit.with_tiles(true))
@@ -191,30 +197,53 @@ fn sum_as_tiles_do(a: &[u32], b: &[u32], before: f32) -> f32 {
 fn tiles_multiply_exactly_up_to_sums() {
     let Some(unit) = unit() else { return };
     products_are_exact_up_to_sums(unit);
-    for (rows, columns, pairs) in [(16, 64, 32), (16, 32, 16), (5, 33, 1), (1, 7, 40), (16, 95, 15)] {
+    blocks_meet(unit);
+    let shapes = [(32, 64, 32), (16, 32, 16), (5, 33, 1), (1, 7, 40), (49, 95, 15), (16, 95, 15), (73, 32, 17)];
+    for (rows, columns, pairs) in shapes {
         let pack = |count: usize, seed: u64| -> Vec<u32> {
             numbers(2 * count, seed).chunks_exact(2).map(|two| super::pair(two[0], two[1])).collect()
         };
         let (a, b) = (pack(rows * pairs, 3), pack(usize::next_multiple_of(columns, WIDTH) * pairs, 4));
-        let distance = columns + 2;
+        let mut packed = PackedRows::default();
+        packed.pack_pairs(unit, rows, pairs, |rows, lines, distance| {
+            for (row, line) in rows.zip(lines.chunks_exact_mut(distance)) {
+                line[..pairs].copy_from_slice(&a[row * pairs..][..pairs]);
+            }
+        });
+        let columns_of_b = |column: usize| {
+            let panel = &b[column / WIDTH * WIDTH * pairs..];
+            panel.iter().skip(column % WIDTH).step_by(WIDTH).take(pairs).copied().collect::<Vec<_>>()
+        };
+        let wanted = |row: usize, column: usize, before: f32| {
+            sum_as_tiles_do(&a[row * pairs..][..pairs], &columns_of_b(column), before)
+        };
+        let (distance, place) = (columns + 2, format!("{rows}×{columns}×{pairs}"));
         for accumulate in [false, true] {
             let mut result = vec![0.75; rows * distance];
-            unit.multiply(Product { a: &a, rows, b: &b, columns, pairs, result: &mut result, distance, accumulate });
+            multiply_packed(unit, &packed, 0..pairs, (&b, columns), (&mut result, distance), accumulate, 1);
             for (at, found) in result.iter().enumerate() {
                 let (row, column) = (at / distance, at % distance);
-                let panel = &b[column / WIDTH * WIDTH * pairs..];
                 let wanted = match column < columns {
-                    true => sum_as_tiles_do(
-                        &a.iter().skip(row).step_by(rows).copied().collect::<Vec<_>>(),
-                        &panel.iter().skip(column % WIDTH).step_by(WIDTH).take(pairs).copied().collect::<Vec<_>>(),
-                        if accumulate { 0.75 } else { 0.0 },
-                    ),
+                    true => wanted(row, column, if accumulate { 0.75 } else { 0.0 }),
                     false => 0.75,
                 };
+                assert_eq!(found.to_bits(), wanted.to_bits(), "row {row} and column {column} of {place}");
+            }
+        }
+        let product = Product { a: packed.rows(), b: &b, distance: WIDTH * pairs, columns, pairs };
+        let bias = numbers(columns, 5);
+        for bias in [None, Some(&bias[..])] {
+            let mut result = vec![MaybeUninit::new(bf16::ONE); rows * distance];
+            unit.multiply_rounded(product, (&mut result, distance), bias, &mut Vec::new());
+            for (at, found) in result.iter().enumerate() {
+                let (row, column) = (at / distance, at % distance);
+                let bias = bias.and_then(|bias| bias.get(column)).map_or(0.0, |bias| bias.to_f32());
+                let wanted = if column < columns { wanted(row, column, 0.0) + bias } else { 1.0 };
+                // SAFETY: all were initialised.
                 assert_eq!(
-                    found.to_bits(),
-                    wanted.to_bits(),
-                    "row {row} and column {column} of {rows}×{columns}×{pairs}"
+                    unsafe { found.assume_init() },
+                    bf16::from_f32(wanted),
+                    "row {row} and column {column} of {place}, rounded"
                 );
             }
         }

@@ -40,7 +40,7 @@ impl Unit for Portable {
 
     fn tile(
         self,
-        a: &[u32],
+        a: &[bf16],
         b: &[u32],
         rows: usize,
         columns: usize,
@@ -50,11 +50,12 @@ impl Unit for Portable {
         accumulate: bool,
     ) {
         let halves = |pair: u32| [pair << 16, pair & 0xffff_0000].map(f32::from_bits);
+        let (a, _) = a.as_chunks::<2>();
         for row in 0..rows {
             for column in 0..columns {
                 let mut sum = 0f32;
                 for pair in 0..pairs {
-                    let (a, b) = (halves(a[pair * rows + row]), halves(b[pair * LANES * VECTORS + column]));
+                    let (a, b) = (a[pair * rows + row].map(bf16::to_f32), halves(b[pair * LANES * VECTORS + column]));
                     // The instruction adds the second product first.
                     sum = a[0].mul_add(b[0], a[1].mul_add(b[1], sum));
                 }
@@ -84,7 +85,7 @@ fn place<E: Source>(
     width: usize,
 ) {
     for first in (0..depth).step_by(2) {
-        let to = &mut to[first / 2 * width..][..LANES];
+        let to = &mut to[first / 2 * width..][..lines.next_multiple_of(LANES)];
         to.fill(0);
         for (line, to) in to.iter_mut().enumerate().take(lines) {
             let at = |depth: usize| from[line * by_line + depth * by_depth].rounded();

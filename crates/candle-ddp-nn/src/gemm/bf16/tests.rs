@@ -1,5 +1,6 @@
 use super::portable::Portable;
 use super::*;
+use crate::gemm::blocks::{rounded, sums};
 use half::bf16;
 
 /// Numbers that spread over some magnitudes.
@@ -23,7 +24,6 @@ fn each_layout<U: Unit>(unit: U, (m, n, k): (usize, usize, usize), mut f: impl F
             Strides { row: 2, column: 2 * rows },
         ]
     };
-    let mut packed = Packed::default();
     for (a_strides, b_strides) in layouts(m, k).into_iter().flat_map(|a| layouts(k, n).into_iter().map(move |b| (a, b)))
     {
         let (a, b) = (numbers(a_strides.span(m, k), 1), numbers(b_strides.span(k, n), 2));
@@ -38,11 +38,11 @@ fn each_layout<U: Unit>(unit: U, (m, n, k): (usize, usize, usize), mut f: impl F
             const BEFORE: f32 = 0.75;
             let mut result = vec![BEFORE; (m - 1) * distance + n];
             let (a, to) = ((&a[..], a_strides), (m, n, k));
-            multiply(unit, to, (&mut result, distance), accumulate, a, (&b[..], b_strides), &mut packed);
+            sums(unit, to, (&mut result, distance), accumulate, a, (&b[..], b_strides), 1);
             // f32 a little off, which rounding brings back.
             let wide: Vec<f32> = b.iter().map(|b| b.to_f32() * 1.001).collect();
             let mut again = vec![BEFORE; result.len()];
-            multiply(unit, to, (&mut again, distance), accumulate, a, (&wide[..], b_strides), &mut packed);
+            sums(unit, to, (&mut again, distance), accumulate, a, (&wide[..], b_strides), 1);
             assert_eq!(again, result, "rounded while packed, {to:?}, {b_strides:?}");
             let rows = result.chunks(distance);
             assert!(rows.clone().all(|row| row[n..].iter().all(|outside| *outside == BEFORE)));
@@ -77,5 +77,38 @@ fn packing_and_tiles_cover_every_extent() {
 fn the_instructions_multiply_exactly_up_to_sums() {
     if let Some(unit) = Avx512::detect().unwrap() {
         products_are_exact_up_to_sums(unit.with_tiles(false));
+        blocks_meet(unit.with_tiles(false));
+    }
+}
+
+/// More than one block of rows, columns and depth, by one thread and by two.
+pub(super) fn blocks_meet<U: Unit>(unit: U) {
+    let (m, n, k) = (200, 331, 2101);
+    let (a, b, bias) = (numbers(m * k, 1), numbers(k * n, 2), numbers(n, 3));
+    for (a_strides, b_strides) in
+        [(Strides::rows(k), Strides::rows(n)), (Strides::transposed(m), Strides::transposed(k))]
+    {
+        let (of_a, of_b) = ((&a[..], a_strides), (&b[..], b_strides));
+        let results = [1, 2].map(|threads| {
+            let (mut sum, mut to) = (vec![0.5; m * n], vec![MaybeUninit::new(bf16::NAN); m * n]);
+            sums(unit, (m, n, k), (&mut sum, n), true, of_a, of_b, threads);
+            rounded(unit, (m, n, k), &mut to, of_a, of_b, Some(&bias), threads);
+            // SAFETY: all were initialised.
+            (sum, to.into_iter().map(|to| unsafe { to.assume_init() }.to_f32()).collect::<Vec<_>>())
+        });
+        assert_eq!(results[0], results[1]);
+        for at in (0..m * n).step_by(97).chain([m * n - 1]) {
+            let (row, column) = (at / n, at % n);
+            let products = (0..k).map(|k| {
+                let a = a[row * a_strides.row + k * a_strides.column].to_f64();
+                a * b[k * b_strides.row + column * b_strides.column].to_f64()
+            });
+            let (exact, magnitude) = products.fold((0.0, 0.0), |(sum, all), one| (sum + one, all + one.abs()));
+            let (sum, rounded) = (f64::from(results[0].0[at]) - 0.5, f64::from(results[0].1[at]));
+            let bound = f64::from(f32::EPSILON) * k as f64 * magnitude;
+            assert!((sum - exact).abs() <= bound, "row {row}, column {column}: {sum} is not {exact}");
+            let wanted = exact + bias[column].to_f64();
+            assert!((rounded - wanted).abs() <= bound + wanted.abs() / 256.0, "{rounded} is not {wanted}, rounded");
+        }
     }
 }

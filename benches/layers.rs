@@ -1,14 +1,14 @@
-//! LayerNorm, RMSNorm and GroupNorm in training: the fused layers compared with candle's operations, GroupNorm also with PyTorch.
+//! Layers in training: the fused norms compared with candle's operations; GroupNorm, linear layers and convolutions compared with PyTorch.
 //!
 //! ```text
-//! cargo bench --bench norms [-- --rounds 30 --threads 1 --python venv/bin/python]
+//! cargo bench --bench layers [-- --rounds 30 --threads 1 --python venv/bin/python]
 //! ```
 //!
 //! candle's own fused layers have no backward pass; only `candle_nn::ops::layer_norm_slow` and `rms_norm_slow` can be
 //! trained. All alternate, so that other load on the machine affects them equally; PyTorch waits in a separate process until it is
 //! asked. Without `--bench` (as under `cargo test`), it runs two rounds with small tensors as a smoke test.
 use candle_core::{DType, Device, Module, Result, Tensor, Var};
-use candle_ddp::nn::{GroupNorm, LayerNorm, RmsNorm};
+use candle_ddp::nn::{Conv2d, Conv2dConfig, GroupNorm, LayerNorm, Linear, RmsNorm, matmul};
 use candle_nn::ops::{layer_norm_slow, rms_norm_slow};
 use clap::Parser;
 use std::io::{BufRead, BufReader, Write};
@@ -36,6 +36,9 @@ struct Options {
     /// A Python interpreter that has PyTorch.
     #[arg(long)]
     python: Option<PathBuf>,
+    /// Only these: norms, groups, products.
+    #[arg(long, value_delimiter = ',', default_value = "norms,groups,products")]
+    parts: Vec<String>,
 }
 
 const EPS: f32 = 1e-5;
@@ -43,12 +46,15 @@ const EPS: f32 = 1e-5;
 fn main() -> ExitCode {
     // Other arguments are for cargo test's own harness.
     let measure = std::env::args().any(|argument| argument == "--bench");
-    let options =
-        if measure { Options::parse() } else { Options { bench: false, rounds: 2, threads: 1, python: None } };
+    let options = Options::parse_from(if measure {
+        std::env::args().collect()
+    } else {
+        vec![String::new(), "--rounds=2".into()]
+    });
     let threads = options.threads;
     // The number of threads is read from the environment, which a program can only set for its children.
     let result = if std::env::var("RAYON_NUM_THREADS").as_deref() == Ok(threads.to_string().as_str()) {
-        bench(measure, options.rounds).and_then(|()| bench_groups(measure, &options)).map_err(|error| error.to_string())
+        bench(measure, &options).map_err(|error| error.to_string())
     } else {
         restart(threads).map_err(|error| error.to_string())
     };
@@ -69,7 +75,22 @@ fn restart(threads: usize) -> std::io::Result<()> {
     if status.success() { Ok(()) } else { Err(std::io::Error::other("the bench failed")) }
 }
 
-fn bench(measure: bool, rounds: usize) -> Result<()> {
+fn bench(measure: bool, options: &Options) -> Result<()> {
+    let has = |part: &str| options.parts.iter().any(|name| name == part);
+    if has("norms") {
+        bench_norms(measure, options.rounds)?;
+    }
+    let mut pytorch = options.python.as_deref().map(|python| PyTorch::start(python, options.threads)).transpose()?;
+    if has("groups") {
+        bench_groups(measure, options.rounds, pytorch.as_mut())?;
+    }
+    if has("products") {
+        bench_products(measure, options.rounds, pytorch.as_mut())?;
+    }
+    Ok(())
+}
+
+fn bench_norms(measure: bool, rounds: usize) -> Result<()> {
     let shapes: &[(usize, usize)] = if measure { &[(8192, 256), (4096, 1024), (1024, 4096)] } else { &[(4, 16)] };
     println!("medians of {rounds}, forward and backward, ms\n");
     println!(
@@ -101,8 +122,7 @@ const GROUPS: [([usize; 4], usize); 5] = [
     ([16, 256, 8, 8], 8),
 ];
 
-fn bench_groups(measure: bool, options: &Options) -> Result<()> {
-    let mut pytorch = options.python.as_deref().map(|python| PyTorch::start(python, options.threads)).transpose()?;
+fn bench_groups(measure: bool, rounds: usize, mut pytorch: Option<&mut PyTorch>) -> Result<()> {
     println!(
         "\n| shape, groups | dtype | candle: forward | backward | PyTorch: forward | backward | fused: forward | backward | candle / fused | fused / PyTorch |"
     );
@@ -120,10 +140,10 @@ fn bench_groups(measure: bool, options: &Options) -> Result<()> {
             // As inside of a model: its gradient is calculated, but not added to the zeros that candle makes for a variable.
             let inner = x.detach();
             let (sizes, name) = (shape.map(|size| size.to_string()).join("×"), dtype.as_str());
-            let case = format!("{sizes} {groups} {name}");
-            let mut times = Vec::with_capacity(options.rounds);
+            let case = format!("norm {sizes} {groups} {name}");
+            let mut times = Vec::with_capacity(rounds);
             // The first round is not counted.
-            for _ in 0..=options.rounds {
+            for _ in 0..=rounds {
                 let theirs = pytorch.as_mut().map(|pytorch| pytorch.time(&case)).transpose()?.unwrap_or([f64::NAN; 2]);
                 times.push([time(|| candles.forward(&x))?, theirs, time(|| fused.forward(&inner))?]);
             }
@@ -140,7 +160,65 @@ fn bench_groups(measure: bool, options: &Options) -> Result<()> {
     Ok(())
 }
 
-/// PyTorch's side, `scripts/compare/norms_pytorch.py`.
+/// Rows, outputs and inputs of linear layers: an MLP's, and those of a GPT's blocks.
+const LINEAR: [[usize; 3]; 5] =
+    [[256, 1024, 1024], [2048, 1536, 384], [2048, 384, 1536], [2048, 1152, 384], [1024, 1024, 1024]];
+/// Images, input and output channels, size of the images and of the kernel, and stride of a ResNet-18's convolutions.
+const CONVOLUTIONS: [[usize; 6]; 5] = [
+    [32, 64, 64, 32, 3, 1],
+    [32, 128, 128, 16, 3, 1],
+    [32, 256, 256, 8, 3, 1],
+    [32, 512, 512, 4, 3, 1],
+    [32, 64, 128, 32, 1, 2],
+];
+
+/// The rates of the products of a step: of linear layers, for the gradients of their inputs and weights, and of convolutions.
+fn bench_products(measure: bool, rounds: usize, mut pytorch: Option<&mut PyTorch>) -> Result<()> {
+    println!("\n| medians of {rounds}, GFLOP/s | dtype | ours | PyTorch | ours / PyTorch |\n|---|---|---:|---:|---:|");
+    let (linear, convolutions) =
+        if measure { (&LINEAR[..], &CONVOLUTIONS[..]) } else { (&[[4, 3, 2]][..], &[[2, 4, 3, 5, 3, 1]][..]) };
+    let sizes = |sizes: &[usize]| sizes.iter().map(ToString::to_string).collect::<Vec<_>>().join("×");
+    for dtype in [DType::F32, DType::BF16] {
+        let random = |shape: &[usize]| Tensor::randn(0f32, 1., shape, &Device::Cpu)?.to_dtype(dtype);
+        let mut each = |name: String, products: usize, forward: &dyn Fn() -> Result<Tensor>| -> Result<()> {
+            let case = format!("{name} {}", dtype.as_str());
+            let mut times = Vec::with_capacity(rounds);
+            // The first round is not counted.
+            for _ in 0..=rounds {
+                let theirs =
+                    pytorch.as_mut().map(|pytorch| pytorch.time(&case)).transpose()?.map_or(f64::NAN, |[time, _]| time);
+                let start = Instant::now();
+                forward()?;
+                times.push([start.elapsed().as_secs_f64() * 1e3, theirs]);
+            }
+            let median = |value: &dyn Fn(&[f64; 2]) -> f64| median::median(times[1..].iter().map(value));
+            let [ours, theirs] = [0, 1].map(|who| 2e-6 * products as f64 / median(&|times| times[who]));
+            let ratio = median(&|times| times[1] / times[0]);
+            println!("| {name} | {} | {ours:.0} | {theirs:.0} | **{ratio:.2}** |", dtype.as_str());
+            Ok(())
+        };
+        for extents in linear {
+            let [rows, outputs, inputs] = *extents;
+            let (x, weight, dy) = (random(&[rows, inputs])?, random(&[outputs, inputs])?, random(&[rows, outputs])?);
+            let (layer, dy_t) = (Linear::new(weight.clone(), None), dy.t()?);
+            let products = rows * outputs * inputs;
+            each(format!("linear {}", sizes(extents)), products, &|| layer.forward(&x))?;
+            each(format!("dx {}", sizes(extents)), products, &|| matmul(&dy, &weight))?;
+            each(format!("dw {}", sizes(extents)), products, &|| matmul(&dy_t, &x))?;
+        }
+        for extents in convolutions {
+            let [images, inputs, outputs, size, kernel, stride] = *extents;
+            let x = random(&[images, inputs, size, size])?;
+            let config = Conv2dConfig { padding: kernel / 2, stride, ..Conv2dConfig::default() };
+            let layer = Conv2d::new(random(&[outputs, inputs, kernel, kernel])?, None, config);
+            let products = images * (size / stride).pow(2) * outputs * inputs * kernel * kernel;
+            each(format!("conv {}", sizes(extents)), products, &|| layer.forward(&x))?;
+        }
+    }
+    Ok(())
+}
+
+/// PyTorch's side, `scripts/compare/layers_pytorch.py`.
 struct PyTorch {
     process: Child,
     answers: BufReader<ChildStdout>,
@@ -148,7 +226,7 @@ struct PyTorch {
 
 impl PyTorch {
     fn start(python: &Path, threads: usize) -> Result<Self> {
-        let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("scripts/compare/norms_pytorch.py");
+        let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("scripts/compare/layers_pytorch.py");
         let mut command = Command::new(python);
         command.arg(script).arg(threads.to_string()).stdin(Stdio::piped()).stdout(Stdio::piped());
         let mut process = command.spawn()?;
