@@ -101,7 +101,7 @@
 //! `torch.autocast`, over 200 steps, with [`Precision::Half`] and f32 logits as with [`Autocast`].
 //!
 //! # On CPUs
-//! bf16 saves time where the processor has AVX512-BF16 (AMD from Zen 4 on, Intel from Cooper Lake on), with the layers of
+//! bf16 saves time where the processor has AVX512-BF16 (AMD from Zen 4 on) or AMX (Intel from Sapphire Rapids on), with the layers of
 //! [`nn`](crate::nn) (also [`add`](crate::nn::add), the sum of a residual connection). `benches/results/step_bf16.md` has whole steps.
 //! On other processors, f16 and bf16 take about as long as f32.
 //!

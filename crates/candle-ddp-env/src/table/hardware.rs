@@ -113,7 +113,7 @@ pub(super) const ROWS: &[Row] = &[
         kind: Switch,
         set_by: "you",
         read_by: "candle-ddp-nn",
-        meaning: "`0`: bf16 products on CPUs do not use [AMX tiles](performance.md), even if the processor has them",
+        meaning: "`0`: bf16 products on CPUs do not use [AMX tiles](performance.md#speed-on-cpus), even if the processor has them, but run in f32 of the same rounded factors. Sums are then in another order, and their last bits differ",
         default: "`1`",
     },
     Row {

@@ -1,4 +1,4 @@
-//! Convolutions on the CPU: of bf16 by the processor's own instructions if it has them, otherwise by Winograd's algorithm where
+//! Convolutions on the CPU: of bf16 by the processor's own instructions if they are faster, otherwise by Winograd's algorithm where
 //! that is faster, otherwise as products of matrices.
 use super::geometry::Geometry;
 use super::{direct, products, winograd};

@@ -1,5 +1,5 @@
 //! Matrix products on the CPU. f32 and f64 are multiplied by the crate `gemm`, which candle uses too. f16 and bf16 are multiplied
-//! in f32, but bf16 by the processor's own instructions if it has them.
+//! in f32, but bf16 by the processor's own instructions if it has them and they are faster.
 // Matrices are given to `gemm` by their addresses. Every block says why it is sound.
 #![allow(unsafe_code)]
 pub(super) mod bf16;
@@ -14,6 +14,7 @@ use gemm::Parallelism;
 pub(super) use panels::{Lanes, Panels};
 use std::any::TypeId;
 use std::borrow::Cow;
+use std::sync::Once;
 pub(super) use strides::Strides;
 
 /// The number of threads that a product uses: all of rayon's pool, as in candle.
@@ -196,12 +197,21 @@ fn rounded<T: Element, B: Element<Real = T::Real>>(values: &[B]) -> Cow<'_, [T::
     vectorise!(|| values.iter().map(|value| T::narrow(value.widen()).widen()).collect())
 }
 
-/// The instructions that multiply `T`, which is not the type that it is computed in, if this processor has them.
+/// The instructions that multiply `T`, which is not the type that it is computed in, if this processor has them and they are faster than
+/// those of that type.
 pub(super) fn unit<T: Element>() -> Result<Option<bf16::Avx512>> {
-    match T::DTYPE {
-        DType::BF16 => Ok(bf16::Avx512::detect().map_err(candle_ddp_tensor::Error::from)?),
-        _ => Ok(None),
+    if T::DTYPE != DType::BF16 {
+        return Ok(None);
     }
+    static SAID: Once = Once::new();
+    let unit = bf16::Avx512::detect().map_err(candle_ddp_tensor::Error::from)?;
+    let faster = unit.filter(|unit| unit.is_faster_than_f32());
+    if unit.is_some() && faster.is_none() {
+        SAID.call_once(|| {
+            log::info!("products of bf16 are computed in f32, by which this processor is faster without AMX")
+        });
+    }
+    Ok(faster)
 }
 
 /// Whether there are such instructions for `T`.

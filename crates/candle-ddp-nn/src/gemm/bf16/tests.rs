@@ -112,3 +112,11 @@ pub(super) fn blocks_meet<U: Unit>(unit: U) {
         }
     }
 }
+
+#[cfg(target_arch = "x86_64")]
+#[test]
+fn intels_without_tiles_multiply_in_f32() {
+    let is_faster = |vendor: &[u8]| [false, true].map(|has_tiles| avx512::is_faster_than_f32(vendor, has_tiles));
+    assert_eq!(is_faster(b"GenuineIntel"), [false, true]);
+    assert_eq!(is_faster(b"AuthenticAMD"), [true, true]);
+}
