@@ -6,7 +6,7 @@
 //!
 //! A product of tiles takes the processor 16 cycles, and its sum is there after 52. So four sums are in flight: 32 rows times 32 columns,
 //! for which each 32 of the depth need four loads and four products.
-use super::{Block, LANES, Product, WIDTH};
+use super::{Block, LANES, Product, Rows, WIDTH};
 use candle_ddp_env::{PROCESS, Result};
 use half::bf16;
 use std::arch::asm;
@@ -198,16 +198,11 @@ unsafe fn each_block(product: Product, mut each: impl FnMut(Factors, Range<usize
             (0..panels).step_by(block).flat_map(|first| part.clone().step_by(height).map(move |row| (first, row)));
         for (first, row) in blocks {
             let values = &a.values[row * a.distance + 2 * a.first..];
-            let next = a.values.get((row + height) * a.distance + 2 * a.first..).unwrap_or_default();
-            let lines = height * steps;
             for (panel, (columns, b)) in product.panels().enumerate().skip(first).take(block) {
-                // The next rows come to the second cache meanwhile.
-                let part = panel - first;
-                for line in part * lines / block..(part + 1) * lines / block {
-                    if let Some(line) = next.get(line / steps * a.distance + line % steps * 2 * LANES) {
-                        // SAFETY: a prefetch of an element.
-                        unsafe { _mm_prefetch::<_MM_HINT_T1>((&raw const *line).cast()) };
-                    }
+                if a.is_in_place {
+                    // The next rows come to the second cache meanwhile.
+                    let at = panel - first;
+                    prefetch(a, row + height + at * height / block..row + height + (at + 1) * height / block, pairs);
                 }
                 let last = last.get(panel).map_or(null(), |last| last.as_ptr());
                 // A block has at least one step.
@@ -220,6 +215,17 @@ unsafe fn each_block(product: Product, mut each: impl FnMut(Factors, Range<usize
     }
     // SAFETY: the processor has tiles. Without their contents, the system has less to save when it changes threads.
     unsafe { asm!("tilerelease", options(nostack, nomem)) };
+}
+
+/// Has the processor load these rows to its second cache, if there are so many.
+fn prefetch(a: Rows, rows: Range<usize>, pairs: usize) {
+    for row in rows.start..rows.end.min(a.count) {
+        let start = row * a.distance + 2 * a.first;
+        for line in a.values[start..start + 2 * pairs].chunks(2 * LANES) {
+            // SAFETY: a prefetch of elements that are there.
+            unsafe { _mm_prefetch::<_MM_HINT_T1>(line.as_ptr().cast()) };
+        }
+    }
 }
 
 /// Where the factors of a block lie.

@@ -159,6 +159,8 @@ pub(crate) struct Rows<'a> {
     count: usize,
     /// The first pair of a product.
     first: usize,
+    /// Whether they have not been packed, and so may be far from the processor.
+    is_in_place: bool,
 }
 
 /// Panels of about equal height up to `most`.
@@ -304,7 +306,8 @@ impl PackedRows {
     }
 
     fn rows(&self) -> Rows<'_> {
-        Rows { values: bytemuck::cast_slice(&self.values), distance: 2 * self.distance, count: self.count, first: 0 }
+        let values = bytemuck::cast_slice(&self.values);
+        Rows { values, distance: 2 * self.distance, count: self.count, first: 0, is_in_place: false }
     }
 }
 
@@ -408,7 +411,7 @@ impl PackedColumns {
         (from, strides): (&'a [bf16], Strides),
     ) -> Product<'a> {
         let a = if unit.is_by_row() && strides.column == 1 && depth.is_multiple_of(2 * LANES) {
-            Rows { values: from, distance: strides.row, count: rows, first: 0 }
+            Rows { values: from, distance: strides.row, count: rows, first: 0, is_in_place: true }
         } else {
             memory.pack(unit, rows, depth, (from, strides));
             memory.rows()
