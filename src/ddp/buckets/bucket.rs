@@ -12,6 +12,7 @@ use crate::process_group::ProcessGroup;
 use crate::tensor::copy;
 use crate::tensor::finite::non_finite;
 use crate::trace::{self, Trace};
+use candle_core::op::BackpropOp;
 use candle_core::{DType, Device, Shape, Tensor};
 
 /// A gradient that has not been copied into its bucket yet.
@@ -267,7 +268,8 @@ impl Bucket {
             copy::scale(&self.sum.flat, factor)?;
             return Ok(self.sum.gradients.clone());
         }
-        let flat = self.sum.flat.to_dtype(dtype)?;
+        let (storage, shape) = copy::snapshot_tensor(&self.sum.flat, dtype)?;
+        let flat = Tensor::from_storage(storage, shape, BackpropOp::none(), false);
         copy::scale(&flat, factor)?;
         Ok(copy::views(&flat, self.sum.gradients.iter().map(Tensor::shape))?)
     }

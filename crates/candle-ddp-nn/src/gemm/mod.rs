@@ -208,7 +208,7 @@ pub(super) fn unit<T: Element>() -> Result<Option<bf16::Avx512>> {
     let faster = unit.filter(|unit| unit.is_faster_than_f32());
     if unit.is_some() && faster.is_none() {
         SAID.call_once(|| {
-            log::info!("products of bf16 are computed in f32, by which this processor is faster without AMX")
+            log::info!("bf16 is multiplied in f32: without AMX, this processor's instructions for bf16 are slower")
         });
     }
     Ok(faster)
