@@ -1,5 +1,6 @@
 use super::portable::Portable;
 use super::*;
+use crate::gemm::Strides;
 use crate::gemm::blocks::{rounded, sums};
 use half::bf16;
 
