@@ -1,5 +1,5 @@
 //! Factors in the order in which a unit reads them.
-use super::{LANES, Product, Rows, Source, Unit, WIDTH, pair, panels};
+use super::{LANES, Product, Rows, Source, Unit, WIDTH, at_least, pair, panels};
 use crate::gemm::strides::Strides;
 use candle_ddp_tensor::parallel::Each;
 use half::bf16;
@@ -87,6 +87,41 @@ impl PackedRows {
     }
 }
 
+/// result = a · b, or result + a · b if `accumulate`, over the range `pairs` of a's depth, which is the whole of b's. `b` has
+/// panels of [`WIDTH`] columns. Rows of the result are `distance` apart. The range starts at a multiple of [`LANES`], and ends at one or
+/// with the rows.
+pub(crate) fn multiply_packed<U: Unit>(
+    unit: U,
+    a: &PackedRows,
+    pairs: Range<usize>,
+    (b, columns): (&[u32], usize),
+    (result, distance): (&mut [f32], usize),
+    accumulate: bool,
+    threads: usize,
+) {
+    if pairs.is_empty() || columns == 0 {
+        return;
+    }
+    // Row by row, zeros follow the last pair.
+    let a = Rows { first: pairs.start, ..a.rows() };
+    let is_whole = pairs.end.is_multiple_of(LANES) || 2 * pairs.end.next_multiple_of(LANES) == a.distance;
+    assert!(is_whole || !unit.is_by_row());
+    let product = Product { a, b, distance: WIDTH * pairs.len(), columns, pairs: pairs.len() };
+    if threads == 1 {
+        return unit.multiply(product, (result, distance), accumulate);
+    }
+    let mut rest = result;
+    let mut work = Vec::new();
+    for rows in panels(a.count, unit.rows()) {
+        let size = (rows.len() * distance).min(rest.len());
+        let (result, after) = std::mem::take(&mut rest).split_at_mut(size);
+        let a = Rows { values: &a.values[rows.start * a.distance..], count: rows.len(), ..a };
+        work.push((Product { a, ..product }, result));
+        rest = after;
+    }
+    work.into_par_iter().each(|(product, result)| unit.multiply(product, (result, distance), accumulate));
+}
+
 thread_local! {
     /// The memory of this thread's last packed columns: new memory takes about as long as packing.
     static SPARE: Cell<Vec<u32>> = const { Cell::new(Vec::new()) };
@@ -103,14 +138,6 @@ impl Drop for PackedColumns {
     fn drop(&mut self) {
         SPARE.set(std::mem::take(&mut self.values));
     }
-}
-
-/// At least the first `size` elements. What follows them keeps its memory.
-pub(super) fn at_least<T: Copy + Default>(values: &mut Vec<T>, size: usize) -> &mut [T] {
-    if values.len() < size {
-        values.resize(size, T::default());
-    }
-    &mut values[..size]
 }
 
 impl PackedColumns {
