@@ -1,7 +1,7 @@
 //! Products of bf16 block by block, so that what is packed stays in a core's cache.
 //!
 //! Each element of a result is summed in f32 in one order, whatever the number of threads.
-use super::bf16::{Block, PackedColumns, PackedRows, Source, Unit};
+use super::bf16::{Block, PackedColumns, PackedRows, Source, Unit, at_least, round};
 use super::strides::Strides;
 use candle_ddp_tensor::parallel::Each;
 use half::bf16;
@@ -28,9 +28,7 @@ pub(super) fn sums<U: Unit, B: Source>(
         result.chunks_mut(distance.max(1)).take(m).for_each(|row| row[..n].fill(0.0));
     }
     let block = unit.block(k);
-    // Blocks of the depth are about equal.
-    let step = k.div_ceil(k.div_ceil(block.depth).max(1)).next_multiple_of(32);
-    for depth in ranges(k, step) {
+    for depth in ranges(k, depth_of(block, k)) {
         let a = &a[depth.start * a_strides.column..];
         for columns in ranges(n, block.columns) {
             let b = &b[depth.start * b_strides.row + columns.start * b_strides.column..];
@@ -64,6 +62,27 @@ pub(super) fn rounded<U: Unit, B: Source>(
         return;
     }
     let block = unit.block(k);
+    if !unit.is_by_row() {
+        // The sums of some rows, to which blocks of the depth are added.
+        let depth = depth_of(block, k);
+        return each_rows(block, (m, result, n), threads, |Memory { sums, rows: packed }, rows, result| {
+            let a = &a[rows.start * a_strides.row..];
+            for columns in ranges(n, block.columns) {
+                let sums = at_least(sums, rows.len() * columns.len());
+                for depth in ranges(k, depth) {
+                    let b = &b[depth.start * b_strides.row + columns.start * b_strides.column..];
+                    let b = PackedColumns::new(unit, (depth.len(), columns.len()), (b, b_strides), 1);
+                    let a = (&a[depth.start * a_strides.column..], a_strides);
+                    let product = b.with(unit, packed, (rows.len(), depth.len()), a);
+                    unit.multiply(product, (&mut *sums, columns.len()), depth.start > 0);
+                }
+                let bias = bias.map(|bias| &bias[columns.clone()]);
+                for (to, sums) in result.chunks_exact_mut(n).zip(sums.chunks_exact(columns.len())) {
+                    round(&mut to[columns.clone()], sums, bias);
+                }
+            }
+        });
+    }
     for columns in ranges(n, block.columns) {
         let b = &b[columns.start * b_strides.column..];
         let b = PackedColumns::new(unit, (k, columns.len()), (b, b_strides), threads);
@@ -71,9 +90,14 @@ pub(super) fn rounded<U: Unit, B: Source>(
         each_rows(block, (m, &mut *result, n), threads, |memory, rows, result| {
             let a = (&a[rows.start * a_strides.row..], a_strides);
             let product = b.with(unit, &mut memory.rows, (rows.len(), k), a);
-            unit.multiply_rounded(product, (&mut result[columns.start..], n), bias, &mut memory.sums);
+            unit.multiply_rounded(product, (&mut result[columns.start..], n), bias);
         });
     }
+}
+
+/// Blocks of the depth are about equal.
+fn depth_of(block: Block, k: usize) -> usize {
+    k.div_ceil(k.div_ceil(block.depth).max(1)).next_multiple_of(32)
 }
 
 /// Parts of 0..`count` of this size, and the rest.

@@ -105,10 +105,10 @@ impl Config {
 /// The columns of a block, with which many rows are multiplied, take 1.2 MB of a second cache of 2 MiB.
 const COLUMNS: usize = 600 << 10;
 
-/// The largest block of a product of this depth: rows take half a megabyte, and columns 8 MB. So rows are packed once for most products.
+/// The largest block of a product of this depth: rows take half a megabyte, and columns 2 MB. So rows are packed once for most products.
 pub(super) fn block(depth: usize) -> Block {
     let within = |elements: usize, most: usize| (elements / depth.max(1) / ROWS * ROWS).clamp(ROWS, most);
-    Block { rows: within(1 << 18, 512), columns: within(1 << 22, 1 << 16), depth: 2048 }
+    Block { rows: within(1 << 18, 512), columns: within(1 << 20, 1 << 16), depth: 2048 }
 }
 
 /// Checks that the factors have all elements that a product reads.

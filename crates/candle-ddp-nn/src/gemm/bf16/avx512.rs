@@ -82,10 +82,9 @@ impl Unit for Avx512 {
         product: Product,
         (to, distance): (&mut [MaybeUninit<bf16>], usize),
         bias: Option<&[bf16]>,
-        sums: &mut Vec<f32>,
     ) {
         if !self.has_tiles {
-            return product.rounded_by_tiles(self, (to, distance), bias, sums);
+            return product.rounded(self, (to, distance), bias);
         }
         amx::check(&product);
         assert!(product.columns <= distance && to.len() >= (product.a.count - 1) * distance + product.columns);

@@ -234,7 +234,7 @@ fn tiles_multiply_exactly_up_to_sums() {
         let bias = numbers(columns, 5);
         for bias in [None, Some(&bias[..])] {
             let mut result = vec![MaybeUninit::new(bf16::ONE); rows * distance];
-            unit.multiply_rounded(product, (&mut result, distance), bias, &mut Vec::new());
+            unit.multiply_rounded(product, (&mut result, distance), bias);
             for (at, found) in result.iter().enumerate() {
                 let (row, column) = (at / distance, at % distance);
                 let bias = bias.and_then(|bias| bias.get(column)).map_or(0.0, |bias| bias.to_f32());

@@ -106,15 +106,9 @@ pub(crate) trait Unit: Copy + Send + Sync {
         product.by_tiles(self, result, accumulate);
     }
 
-    /// Writes a · b + bias, rounded once, to all columns. Rows of `to` are `distance` apart. `sums` is memory.
-    fn multiply_rounded(
-        self,
-        product: Product,
-        (to, distance): (&mut [MaybeUninit<bf16>], usize),
-        bias: Option<&[bf16]>,
-        sums: &mut Vec<f32>,
-    ) {
-        product.rounded_by_tiles(self, (to, distance), bias, sums);
+    /// Writes a · b + bias, rounded once, to all columns. Rows of `to` are `distance` apart.
+    fn multiply_rounded(self, product: Product, to: (&mut [MaybeUninit<bf16>], usize), bias: Option<&[bf16]>) {
+        product.rounded(self, to, bias);
     }
 
     /// Writes the pairs of each element of `first` and the one of `second`, as far as all go.
@@ -136,7 +130,8 @@ impl Block {
     const OF_VECTORS: Self = Self { rows: 24 * ROWS, columns: 12 * WIDTH, depth: 512 };
 }
 
-fn round(to: &mut [MaybeUninit<bf16>], sums: &[f32], bias: Option<&[bf16]>) {
+/// Rounds each of `sums` plus its column's bias.
+pub(super) fn round(to: &mut [MaybeUninit<bf16>], sums: &[f32], bias: Option<&[bf16]>) {
     vectorise!(|| {
         match bias {
             None => to.iter_mut().zip(sums).for_each(|(to, sum)| *to = MaybeUninit::new(bf16::from_f32(*sum))),
@@ -192,21 +187,11 @@ impl<'a> Product<'a> {
         }
     }
 
-    fn rounded_by_tiles<U: Unit>(
-        self,
-        unit: U,
-        (to, distance): (&mut [MaybeUninit<bf16>], usize),
-        bias: Option<&[bf16]>,
-        sums: &mut Vec<f32>,
-    ) {
-        let Self { a, columns, pairs, .. } = self;
-        let sums = at_least(sums, a.count * columns);
-        let step = Block::OF_VECTORS.depth / 2;
-        for start in (0..pairs).step_by(step) {
-            self.part(start..(start + step).min(pairs)).by_tiles(unit, (sums, columns), start > 0);
-        }
-        for (to, sums) in to.chunks_mut(distance).zip(sums.chunks_exact(columns)) {
-            round(&mut to[..columns], sums, bias);
+    fn rounded<U: Unit>(self, unit: U, (to, distance): (&mut [MaybeUninit<bf16>], usize), bias: Option<&[bf16]>) {
+        let mut sums = vec![0.0; self.a.count * self.columns];
+        unit.multiply(self, (&mut sums, self.columns), false);
+        for (to, sums) in to.chunks_mut(distance).zip(sums.chunks_exact(self.columns)) {
+            round(&mut to[..self.columns], sums, bias);
         }
     }
 
@@ -215,16 +200,10 @@ impl<'a> Product<'a> {
         let ranges = (0..self.columns).step_by(WIDTH).map(move |start| start..(start + WIDTH).min(self.columns));
         ranges.zip(self.b.chunks(self.distance))
     }
-
-    /// A part of the depth.
-    fn part(self, pairs: Range<usize>) -> Self {
-        let a = Rows { first: self.a.first + pairs.start, ..self.a };
-        Self { a, b: &self.b[WIDTH * pairs.start..], pairs: pairs.len(), ..self }
-    }
 }
 
 /// At least the first `size` elements. What follows them keeps its memory.
-fn at_least<T: Copy + Default>(values: &mut Vec<T>, size: usize) -> &mut [T] {
+pub(super) fn at_least<T: Copy + Default>(values: &mut Vec<T>, size: usize) -> &mut [T] {
     if values.len() < size {
         values.resize(size, T::default());
     }
