@@ -11,7 +11,7 @@ use candle_ddp::seed::Generator;
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
-/// What to change from run to run.
+/// The settings of a run.
 #[derive(Clone)]
 struct Config {
     epochs: u64,
@@ -140,7 +140,7 @@ fn train(pg: &ProcessGroup, config: &Config) -> Result<f64> {
 mod tests {
     use super::*;
 
-    /// Trains with ranks as threads, in a folder of its own.
+    /// Trains with ranks as threads, in `folder`.
     fn best(ranks: usize, epochs: u64, folder: &std::path::Path) -> Result<f64> {
         let config = Config { epochs, folder: folder.to_string_lossy().into_owned(), ..Default::default() };
         Ok(candle_ddp::spawn(ranks, move |pg| train(&pg, &config))?[0])

@@ -106,7 +106,7 @@ impl Queues {
     /// Notes that `peer` has left after so many collectives, messages to this rank, and messages from it.
     pub(crate) fn note_left(&mut self, peer: usize, [collectives, sent, received]: [u64; 3]) {
         self.left += 1;
-        // What this rank sends, the other one receives.
+        // The other rank receives the messages that this rank sends.
         for (index, count) in self.shared_with(peer).into_iter().zip([collectives, received, sent]) {
             let left = &mut self.queues[index].left;
             *left = left.filter(|(_, fewest)| *fewest <= count).or(Some((peer, count)));

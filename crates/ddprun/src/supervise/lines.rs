@@ -68,7 +68,7 @@ impl Lines {
 mod tests {
     use super::*;
 
-    /// What is shown after each of these pieces, and at the end.
+    /// Returns the text that is shown after each of these pieces, and at the end.
     fn shown(prefix: Option<&str>, terminal: bool, pieces: &[&str]) -> Vec<String> {
         let mut lines = Lines::new(prefix.map(String::from), terminal);
         let mut shown: Vec<Vec<u8>> = pieces.iter().map(|piece| lines.push(piece.as_bytes())).collect();

@@ -139,8 +139,8 @@ pub(crate) struct Starter<'a> {
 }
 
 impl Starter<'_> {
-    /// Starts one worker as the leader of its own process group, after so many restarts. `agent` distinguishes it from earlier ones with
-    /// the same rank.
+    /// Starts one worker as the leader of its own process group. There have been `restart_count` restarts. `agent` distinguishes it from
+    /// earlier ones with the same rank.
     pub(crate) fn start(&mut self, local_rank: usize, restart_count: u32, agent: &str) -> Result<Worker> {
         let config = self.config;
         let rank = self.topology.rank(local_rank);

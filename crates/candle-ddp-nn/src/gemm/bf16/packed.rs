@@ -47,7 +47,7 @@ impl PackedRows {
         self.resize(unit, rows, depth.div_ceil(2));
         let Self { distance, ref mut values, ref mut lines, .. } = *self;
         let distances = [strides.row, strides.column];
-        // Pair by pair, what is written after a panel's last pair is overwritten by the next panel, which so is packed after all of it.
+        // Pair by pair, the next panel overwrites the surplus after a panel's last pair. So it is packed after the whole panel.
         for part in parts(depth, if unit.is_by_row() { strides.column } else { 1 }) {
             let from = &from[part.start * strides.column..];
             for panel in panels(rows, unit.rows()) {
@@ -218,7 +218,7 @@ fn pack<U: Unit, E: Source>(
 }
 
 /// Parts of the depth, for which all panels are packed one after the other. Where neighbours along the depth are far apart, a part has a few
-/// of them, so that what lies beside an element is packed before it leaves the cache.
+/// of them, so that an element's neighbours are packed before they leave the cache.
 fn parts(depth: usize, by_depth: usize) -> impl Iterator<Item = Range<usize>> {
     let size = if by_depth == 1 { depth.max(1) } else { 4 * LANES };
     (0..depth).step_by(size).map(move |start| start..(start + size).min(depth))
