@@ -249,31 +249,26 @@ impl Factors {
     #[inline]
     unsafe fn multiply(self, result: *mut f32, distance: usize, accumulate: bool) {
         let Self { a, a_distance, has_second, b, steps, last } = self;
-        if has_second {
-            // SAFETY: as the caller promises; all loads are of the rows, columns and steps that are there.
-            unsafe {
+        /// The sums of a block, with the instructions and operands of its second rows if it has them.
+        macro_rules! sums {
+            ($zero:tt, $load:tt, $product:tt, $store:tt, $($operands:tt)*) => {
                 asm!(
                     "tilezero tmm0",
                     "tilezero tmm1",
-                    "tilezero tmm2",
-                    "tilezero tmm3",
+                    $zero,
                     "test {accumulate:e}, {accumulate:e}",
                     "jz 2f",
                     "tileloadd tmm0, [{result} + {distance}]",
                     "tileloadd tmm1, [{result} + {distance} + 64]",
-                    "tileloadd tmm2, [{second} + {distance}]",
-                    "tileloadd tmm3, [{second} + {distance} + 64]",
+                    $load,
                     "2:",
                     "tileloadd tmm4, [{a} + {a_distance}]",
                     "tileloadd tmm6, [{b} + {b_distance}]",
                     "tdpbf16ps tmm0, tmm4, tmm6",
                     "tileloadd tmm7, [{b} + {b_distance} + 64]",
                     "tdpbf16ps tmm1, tmm4, tmm7",
-                    "tileloadd tmm5, [{a_second} + {a_distance}]",
-                    "tdpbf16ps tmm2, tmm5, tmm6",
-                    "tdpbf16ps tmm3, tmm5, tmm7",
+                    $product,
                     "add {a}, 64",
-                    "add {a_second}, 64",
                     "add {b}, 2048",
                     "dec {steps}",
                     "jnz 2b",
@@ -286,65 +281,35 @@ impl Factors {
                     "3:",
                     "tilestored [{result} + {distance}], tmm0",
                     "tilestored [{result} + {distance} + 64], tmm1",
-                    "tilestored [{second} + {distance}], tmm2",
-                    "tilestored [{second} + {distance} + 64], tmm3",
+                    $store,
                     a = inout(reg) a => _,
-                    a_second = inout(reg) a.add(LANES * a_distance) => _,
                     a_distance = in(reg) a_distance,
                     b = inout(reg) b => _,
                     b_distance = in(reg) 4 * WIDTH,
                     steps = inout(reg) steps => _,
                     last = inout(reg) last => _,
                     result = in(reg) result,
-                    second = in(reg) result.add(LANES * distance),
                     distance = in(reg) 4 * distance,
                     accumulate = in(reg) u32::from(accumulate),
-                    out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
-                    out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
+                    $($operands)*
+                    out("tmm0") _, out("tmm1") _, out("tmm4") _, out("tmm6") _, out("tmm7") _,
                     options(nostack),
-                );
-            }
-            return;
+                )
+            };
         }
-        // SAFETY: as above.
+        // SAFETY: as the caller promises; all loads are of the rows, columns and steps that are there.
         unsafe {
-            asm!(
-                "tilezero tmm0",
-                "tilezero tmm1",
-                "test {accumulate:e}, {accumulate:e}",
-                "jz 2f",
-                "tileloadd tmm0, [{result} + {distance}]",
-                "tileloadd tmm1, [{result} + {distance} + 64]",
-                "2:",
-                "tileloadd tmm4, [{a} + {a_distance}]",
-                "tileloadd tmm6, [{b} + {b_distance}]",
-                "tdpbf16ps tmm0, tmm4, tmm6",
-                "tileloadd tmm7, [{b} + {b_distance} + 64]",
-                "tdpbf16ps tmm1, tmm4, tmm7",
-                "add {a}, 64",
-                "add {b}, 2048",
-                "dec {steps}",
-                "jnz 2b",
-                "test {last}, {last}",
-                "jz 3f",
-                "mov {b}, {last}",
-                "xor {last:e}, {last:e}",
-                "mov {steps:e}, 1",
-                "jmp 2b",
-                "3:",
-                "tilestored [{result} + {distance}], tmm0",
-                "tilestored [{result} + {distance} + 64], tmm1",
-                a = inout(reg) a => _,
-                a_distance = in(reg) a_distance,
-                b = inout(reg) b => _,
-                b_distance = in(reg) 4 * WIDTH,
-                steps = inout(reg) steps => _,
-                last = inout(reg) last => _,
-                result = in(reg) result,
-                distance = in(reg) 4 * distance,
-                accumulate = in(reg) u32::from(accumulate),
-                out("tmm0") _, out("tmm1") _, out("tmm4") _, out("tmm6") _, out("tmm7") _,
-                options(nostack),
+            if !has_second {
+                return sums!("", "", "", "",);
+            }
+            sums!(
+                "tilezero tmm2\ntilezero tmm3",
+                "tileloadd tmm2, [{second} + {distance}]\ntileloadd tmm3, [{second} + {distance} + 64]",
+                "tileloadd tmm5, [{a_second} + {a_distance}]\ntdpbf16ps tmm2, tmm5, tmm6\ntdpbf16ps tmm3, tmm5, tmm7\nadd {a_second}, 64",
+                "tilestored [{second} + {distance}], tmm2\ntilestored [{second} + {distance} + 64], tmm3",
+                a_second = inout(reg) a.add(LANES * a_distance) => _,
+                second = in(reg) result.add(LANES * distance),
+                out("tmm2") _, out("tmm3") _, out("tmm5") _,
             );
         }
     }
