@@ -31,10 +31,14 @@ use tempfile::TempDir;
 /// Long enough for a loaded machine: no test takes this long unless it hangs.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// Shell functions. `here` says that a rank is there, and its process. `after RANK` returns once ddprun has seen the end of that
-/// rank. It starts no process, so that what follows comes long before ddprun asks the others to exit.
+/// Shell functions. `here` writes the process of a rank, and waits for all ranks: ddprun asks the others to exit a second after the
+/// first has failed, and a slow one would not have begun. `after RANK` returns once ddprun has seen the end of that rank. It starts
+/// no process, so that what follows comes long before ddprun asks the others to exit.
 const AFTER: &str = r#"
-    here() { echo $$ >pid$RANK; }
+    here() {
+        echo $$ >pid$RANK; there=0
+        while [ $there -lt $WORLD_SIZE ]; do [ -s pid$there ] && there=$((there + 1)); done
+    }
     after() {
         { until read -r pid <pid$1; do :; done; while kill -0 $pid; do :; done; } 2>/dev/null
     }

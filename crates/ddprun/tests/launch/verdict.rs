@@ -34,12 +34,12 @@ pub(crate) fn has(verdict: &Value, fields: &Value) {
 
 /// Rank 0 is the first to end, but only because of rank 1, which is killed.
 const KILLED: &str =
-    "case $RANK in 0) fails 'rank 1 is gone' 1 PeerGone; exit 1;; 1) trap '' TERM; after 0; kill -9 $$;; esac";
+    "trap '' TERM; here; case $RANK in 0) fails 'rank 1 is gone' 1 PeerGone; exit 1;; 1) after 0; kill -9 $$;; esac";
 
 #[test]
 fn the_summary_the_page_and_the_file_blame_one_rank_before_the_first_step() {
     let sandbox = Sandbox::new();
-    let (ran, verdict) = judged(&sandbox, 2, &["--redirects=2"], &format!("{FAILS} {AFTER} here; {KILLED}"));
+    let (ran, verdict) = judged(&sandbox, 2, &["--redirects=2"], &format!("{FAILS} {AFTER} {KILLED}"));
     assert_eq!(ran.code, Some(128 + 9), "{ran:?}");
     let text = "rank 1 failed first: it was killed by SIGKILL";
     ran.says(text);
@@ -67,7 +67,7 @@ fn a_restart_the_status_and_the_metrics_blame_the_same_rank() {
     let (port, metrics) = (free_port(), free_port());
     let script = format!(
         "{FAILS} {AFTER} [ $TORCHELASTIC_RESTART_COUNT = 1 ] && {{ until [ -e end ]; do sleep 0.02; done; exit 0; }}
-         here; {KILLED}"
+         {KILLED}"
     );
     let (port_text, metrics_text) = (port.to_string(), metrics.to_string());
     let args = ["--nproc-per-node=2", "--max-restarts=1", "--run-id=x", "--no-secret", "--log-dir=logs"];
@@ -91,7 +91,7 @@ fn a_restart_the_status_and_the_metrics_blame_the_same_rank() {
 fn every_way_to_fail_has_its_verdict() {
     let hang = format!(
         "{FAILS} {AFTER} here; [ $RANK = 0 ] || exec sleep 1000
-         until [ -s pid1 ]; do sleep 0.01; done; fails 'rank 1 has not started this collective' 1 TimedOut; exit 6"
+         fails 'rank 1 has not started this collective' 1 TimedOut; exit 6"
     );
     let left = format!(
         "{FAILS} {AFTER} here; [ $RANK = 1 ] && exit 0; after 1; fails 'rank 1 left the group' 1 PeerLeft; exit 5"
