@@ -84,7 +84,7 @@ fn main() -> candle_ddp::Result<()> {
             let (x, y) = (ranks.part(&x, 1)?, ranks.part(&y, 1)?);
             let loss = cross_entropy(&ddp.forward(&x)?.flatten(0, 1)?, &y.flatten_all()?)?;
             optimizer.step(&ddp.backward(&loss)?)?;
-            if step % 20 == 0 || step == options.steps {
+            if step % 10 == 0 || step == options.steps {
                 let [mean] = pg.all_reduce_scalars([loss.to_dtype(DType::F64)?.to_scalar()?], ReduceOp::Avg)?;
                 if rank == 0 {
                     println!("step {step}: loss {mean:.13}");
