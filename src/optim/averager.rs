@@ -11,8 +11,8 @@ use crate::state::{self, Loader, StateDict};
 use crate::variables::Parameters;
 use crate::{Error, Result};
 use candle_core::{Tensor, Var};
-use mean::{AVERAGER, average};
-use outer::Outer;
+use mean::{AVERAGER, Means};
+use outer::{Outer, Streaming};
 use std::collections::HashMap;
 
 /// Averages parameters over the ranks every few steps: PyTorch's `PeriodicModelAverager`.
@@ -58,6 +58,8 @@ use std::collections::HashMap;
 /// Between two averagings, ranks differ: in a checkpoint, the model and the inner optimizer are then
 /// [`PerRank`](crate::checkpoint::PerRank), while the averager is the same on all ranks. In an [elastic run](crate::elastic), commit when
 /// [`average_parameters`](Self::average_parameters) has returned true: after a death, all ranks, also new ones, continue from the last averaging.
+///
+/// [`streaming`](Self::streaming) sends a fragment of the model at a time, while training goes on.
 #[derive(Clone, Debug)]
 pub struct PeriodicModelAverager {
     group: ProcessGroup,
@@ -99,9 +101,51 @@ impl PeriodicModelAverager {
         Ok(Self { group: group.clone(), period, warmup_steps, step: 0, agreed: None, outer })
     }
 
+    /// Makes [DiLoCo](Self#diloco) [*streaming*](https://arxiv.org/abs/2501.18512), so that the ranks send less at once, and need not wait for
+    /// it: torchft's `DiLoCo` with as many `model_fragments`, `fragment_sync_delay` and `fragment_update_alpha`. Every rank must give the same.
+    ///
+    /// Parameters are divided in the order of their names into `fragments` of about as many elements each, without dividing any.
+    /// The first averaging is of all; then every `period / fragments` steps it is the turn of the next fragment, so each has an outer step
+    /// in every period. Its all-reduce runs during the next `delay` local steps. Then the parameters of the fragment become
+    /// `(1 - alpha) * result + alpha * local`, where `result` is that of the outer step and `local` the rank's present parameter.
+    /// The paper has fragments of three layers, a delay of 1 to 5 steps and an `alpha` of 0.5. One fragment, no delay and an `alpha` of 0, the
+    /// default, are DiLoCo.
+    ///
+    /// Ranks then never have the same parameters again. The model is [`PerRank`](crate::checkpoint::PerRank) in every checkpoint and commit,
+    /// or [`RankZero`](crate::checkpoint::RankZero), and all ranks continue from rank 0's, also more or fewer of them. Saving during a delay
+    /// waits for the all-reduce, whose result is part of the state.
+    ///
+    /// # Errors
+    /// Returns [`Error::InvalidArgument`] without an outer optimizer, if `fragments` does not divide `period`, and unless `delay` is less
+    /// than `period / fragments` and `alpha` is at least 0 and below 1. Only the first averaging finds more fragments than parameters.
+    pub fn streaming(mut self, fragments: u64, delay: u64, alpha: f64) -> Result<Self> {
+        let period = self.period;
+        let Some(outer) = &mut self.outer else {
+            let reason = "it must be Some: options of lr 1 without momentum average without an outer optimizer";
+            return Err(Error::invalid("outer", reason));
+        };
+        if fragments == 0 || !period.is_multiple_of(fragments) {
+            let reason = format!(
+                "it must divide the period of {period} steps, so that the fragments take turns evenly, but is {fragments}"
+            );
+            return Err(Error::invalid("fragments", reason));
+        }
+        let spacing = period / fragments;
+        if delay >= spacing {
+            let reason = format!(
+                "it must be less than the {spacing} steps from one fragment to the next, so that one at a time is in flight, but is {delay}"
+            );
+            return Err(Error::invalid("delay", reason));
+        }
+        rule::fraction("alpha", alpha)?;
+        outer.set_streaming(Streaming { fragments, delay, alpha });
+        self.agreed = None;
+        Ok(self)
+    }
+
     /// Call this after every optimizer step, on every rank, with the same [parameters](Parameters), such as a `&VarMap` or a
     /// `&DistributedDataParallel` (whose ignored parameters are averaged as well): replaces them by their mean over the ranks,
-    /// or by the result of the outer step, if it is due. Returns whether it did. Parameters are matched by name, whatever their order, and those without names by
+    /// or by the result of the outer step, if it is due, or a fragment of them. Returns whether it did. Parameters are matched by name, whatever their order, and those without names by
     /// their place. Variables of integer type are left alone.
     ///
     /// Several sharded models are averaged piece by piece: the group of the averager is then of the ranks that have the same pieces, one of
@@ -112,24 +156,32 @@ impl PeriodicModelAverager {
     /// [`ProcessGroup::all_reduce`].
     ///
     /// With an outer optimizer also, on all ranks and before anything changes: [`Error::NonFinite`] if a rank's parameters contain a NaN or an
-    /// infinity; [`Error::Mismatch`] for other options of it; [`Error::PartDiffers`] if ranks have loaded different states; and
-    /// [`Error::Parameter`] for a sharded model, and for other parameters than in the first averaging.
+    /// infinity; [`Error::Mismatch`] for other options of it; [`Error::PartDiffers`] if ranks have loaded different states;
+    /// [`Error::Parameter`] for a sharded model, and for other parameters than in the first averaging; and [`Error::InvalidArgument`] for
+    /// more fragments than parameters. Errors of a fragment that is sent come after its delay. It is then not in flight any more, and has
+    /// its turn again.
     pub fn average_parameters(&mut self, parameters: impl Into<Parameters>) -> Result<bool> {
-        let (period, warmup_steps) = (self.period, self.warmup_steps);
-        let due = self.step >= warmup_steps && (self.step - warmup_steps).is_multiple_of(period);
-        if due && (self.group.world_size() > 1 || self.outer.is_some()) {
+        let fragments = self.outer.as_ref().map_or(1, |outer| outer.streaming.fragments);
+        let phase = self.step.checked_sub(self.warmup_steps).map(|steps| steps % (self.period / fragments));
+        let due = phase == Some(0);
+        let takes_part = |phase: &u64| match &self.outer {
+            Some(outer) => due || outer.arrives(*phase),
+            None => due && self.group.world_size() > 1,
+        };
+        let mut replaced = due;
+        if let Some(phase) = phase.filter(takes_part) {
             let Parameters { variables, named } = parameters.into();
             let mut parameters: Vec<_> = variables.into_iter().filter(|(_, var)| var.dtype().is_float()).collect();
             parameters.sort_by(|a, b| a.0.cmp(&b.0));
             self.check(&parameters)?;
             parameters.retain(|(_, var)| var.elem_count() > 0);
             match &mut self.outer {
-                Some(outer) => outer.step(&self.group, &parameters, named)?,
-                None => average(&self.group, &parameters)?,
+                Some(outer) => replaced = outer.step(&self.group, &parameters, named, phase)?,
+                None => Means::begin(&self.group, &parameters)?.finish()?,
             }
         }
         self.step += 1;
-        Ok(due)
+        Ok(replaced)
     }
 
     /// Checks that all ranks have the same parameters, and the same outer optimizer.
@@ -142,7 +194,7 @@ impl PeriodicModelAverager {
                 false => whole,
             }
         };
-        let outer = self.outer.iter().map(|outer| format!("outer {:?}", outer.options));
+        let outer = self.outer.iter().map(|outer| format!("outer {:?}, {:?}", outer.options, outer.streaming));
         let described = outer.chain(parameters.iter().map(line)).collect::<Vec<_>>().join("\n");
         if self.agreed.as_ref() == Some(&described) {
             return Ok(());
@@ -162,7 +214,9 @@ impl PeriodicModelAverager {
 }
 
 /// Contains `step`; with an outer optimizer also the number of `outer_steps`, and `start.{name}` and `momentum_buffer.{name}` for each
-/// parameter since the first averaging. The program must keep the options itself. The state of an averager without an outer optimizer
+/// parameter since the first averaging; with several fragments their number, and during a delay `moved.{name}`, by how much the ranks had
+/// moved the parameters of the fragment on average. The program must keep the options itself. A run may continue with other ones:
+/// a fragment that is in flight arrives after the new delay, or when the next is due. The state of an averager without an outer optimizer
 /// loads into one that has it, which then begins with the next averaging.
 impl StateDict for PeriodicModelAverager {
     fn state_dict(&self) -> Result<HashMap<String, Tensor>> {
@@ -175,7 +229,7 @@ impl StateDict for PeriodicModelAverager {
     fn load_state_dict(&mut self, dict: &HashMap<String, Tensor>) -> Result<()> {
         let mut loader = Loader::new(dict, KIND)?;
         let step = loader.count("step")?;
-        let outer = self.outer.as_ref().map(|outer| Outer::load(&outer.options, &mut loader)).transpose()?;
+        let outer = self.outer.as_ref().map(|outer| outer.load(&mut loader)).transpose()?;
         loader.finish()?;
         self.step = step;
         if outer.is_some() {

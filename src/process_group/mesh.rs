@@ -152,7 +152,7 @@ impl DeviceMesh {
     }
 
     fn index(&self, name: &str) -> Result<usize> {
-        let names = self.mesh_dim_names();
+        let names = self.names();
         let unknown = || Error::invalid("name", format!("the mesh has the dimensions {names:?}, but no {name:?}"));
         names.iter().position(|own| *own == name).ok_or_else(unknown)
     }
@@ -179,7 +179,7 @@ impl DeviceMesh {
     pub fn slice(&self, names: &[&str]) -> Result<Self> {
         let found = names.iter().map(|name| self.index(name)).collect::<Result<Vec<_>>>()?;
         if found.is_empty() || !found.is_sorted_by(|one, next| one < next) {
-            let own = self.mesh_dim_names();
+            let own = self.names();
             return Err(Error::invalid("names", format!("they must be some of {own:?} in this order, not {names:?}")));
         }
         let dims = found.into_iter().map(|index| self.dims[index].clone()).collect();
@@ -198,7 +198,7 @@ impl DeviceMesh {
     pub fn flatten(&self, name: &str) -> Result<Self> {
         let of: Vec<usize> = self.dims.iter().flat_map(|dim| dim.of.iter().copied()).collect();
         let flatten = || {
-            let dims = format!("{:?} as {name:?}", self.mesh_dim_names());
+            let dims = format!("{:?} as {name:?}", self.names());
             same_on_all("dimensions", &self.whole.pg.all_gather_object(&dims)?)?;
             self.whole.dimension(name, of)
         };
@@ -217,7 +217,7 @@ impl DeviceMesh {
     }
 
     /// The names of the dimensions.
-    pub fn mesh_dim_names(&self) -> Vec<&str> {
+    fn names(&self) -> Vec<&str> {
         self.dims.iter().map(|dim| dim.name.as_str()).collect()
     }
 }

@@ -1,4 +1,6 @@
 //! DiLoCo: an outer optimizer over what the ranks have changed between two averagings.
+mod streaming;
+
 use crate::common::{assert_close, bits, floats, ranks, tensor};
 use candle_core::{DType, Device, Tensor, Var};
 use candle_ddp::checkpoint::{Checkpointer, CheckpointerOptions, PerRank, StateDict};
@@ -111,13 +113,13 @@ struct Run {
 }
 
 impl Run {
-    fn new(pg: &ProcessGroup, seed: u64) -> Result<Self> {
+    fn new(pg: &ProcessGroup, seed: u64, (fragments, delay, alpha): (u64, u64, f64)) -> Result<Self> {
         let varmap = VarMap::new();
         let model = linear(3, 2, VarBuilder::from_varmap(&varmap, DType::F32, pg.device()))?;
         crate::common::fill(&varmap, seed);
         let options = ParamsSgd { lr: 0.1, momentum: 0.9, ..Default::default() };
         let optimizer = PerRank(Sgd::new(&varmap, options)?);
-        let averager = PeriodicModelAverager::new(pg, 4, 1, halves())?;
+        let averager = PeriodicModelAverager::new(pg, 4, 1, halves())?.streaming(fragments, delay, alpha)?;
         Ok(Self { varmap: PerRank(varmap), optimizer, averager, model })
     }
 
@@ -147,26 +149,35 @@ impl Run {
 
 #[test]
 fn a_run_that_resumes_between_two_outer_steps_has_the_same_bits() {
-    // Before the first averaging, after it, at an outer step and between two.
-    for stop in [1, 3, 6, 8] {
-        let folder = tempfile::tempdir().unwrap();
-        ranks(2, |pg| {
-            let mut unbroken = Run::new(&pg, 1)?;
-            (0..14).try_for_each(|number| unbroken.step(&pg, number))?;
-            let mut first = Run::new(&pg, 1)?;
-            (0..stop).try_for_each(|number| first.step(&pg, number))?;
-            first.checkpoint(&pg, folder.path(), Some(stop))?;
-            let mut second = Run::new(&pg, 2)?;
-            second.checkpoint(&pg, folder.path(), None)?;
-            (stop..14).try_for_each(|number| second.step(&pg, number))?;
-            assert_eq!(second.bits(), unbroken.bits(), "stopped after {stop} steps");
-            let [mut one, mut other] =
-                [&second, &unbroken].map(|run| run.averager.state_dict().unwrap().into_iter().collect::<Vec<_>>());
-            one.sort_by(|a, b| a.0.cmp(&b.0));
-            other.sort_by(|a, b| a.0.cmp(&b.0));
-            assert_eq!(format!("{one:?}"), format!("{other:?}"));
-            Ok(())
-        });
+    // Before the first averaging, after it, at an outer step and between two; and with fragments, or all parameters, in flight.
+    let cases = [
+        ((1, 0, 0.), &[1, 3, 6, 8][..], &[][..]),
+        ((2, 1, 0.5), &[1, 3, 4, 5, 6], &[4, 6]),
+        ((1, 3, 0.25), &[5, 6, 7, 8], &[6, 7, 8]),
+    ];
+    for (streaming, stops, in_flight) in cases {
+        for stop in stops.iter().copied() {
+            let folder = tempfile::tempdir().unwrap();
+            ranks(2, |pg| {
+                let mut unbroken = Run::new(&pg, 1, streaming)?;
+                (0..14).try_for_each(|number| unbroken.step(&pg, number))?;
+                let mut first = Run::new(&pg, 1, streaming)?;
+                (0..stop).try_for_each(|number| first.step(&pg, number))?;
+                first.checkpoint(&pg, folder.path(), Some(stop))?;
+                let state = first.averager.state_dict()?;
+                assert_eq!(state.keys().any(|key| key.starts_with("moved.")), in_flight.contains(&stop));
+                let mut second = Run::new(&pg, 2, streaming)?;
+                second.checkpoint(&pg, folder.path(), None)?;
+                (stop..14).try_for_each(|number| second.step(&pg, number))?;
+                assert_eq!(second.bits(), unbroken.bits(), "{streaming:?} stopped after {stop} steps");
+                let [mut one, mut other] =
+                    [&second, &unbroken].map(|run| run.averager.state_dict().unwrap().into_iter().collect::<Vec<_>>());
+                one.sort_by(|a, b| a.0.cmp(&b.0));
+                other.sort_by(|a, b| a.0.cmp(&b.0));
+                assert_eq!(format!("{one:?}"), format!("{other:?}"));
+                Ok(())
+            });
+        }
     }
 }
 
