@@ -5,7 +5,11 @@ use crate::Result;
 use crate::elastic::State;
 use crate::optim::{ParamsSgd, PeriodicModelAverager};
 use crate::process_group::ProcessGroup;
-use candle_core::Device;
+use crate::state::{PerRank, RankZero, StateDict};
+use candle_core::{Device, Tensor, Var};
+use candle_nn::VarMap;
+use std::collections::BTreeMap;
+use std::sync::Mutex;
 
 const PERIOD: u64 = 3;
 
@@ -90,5 +94,117 @@ fn ranks_that_remain_average_over_fewer() {
             (weight - expected).abs() < 1e-5 && (found - momentum).abs() < 1e-5,
             "{weight} {found} {expected} {momentum}"
         );
+    }
+}
+
+/// Streaming: two fragments, of which each arrives a step after it was sent, and half of the local parameters remains.
+const SPACING: u64 = 3;
+
+fn pair() -> VarMap {
+    let varmap = VarMap::new();
+    for name in ["v", "w"] {
+        let var = Var::from_tensor(&Tensor::new(4f32, &Device::Cpu).unwrap()).unwrap();
+        varmap.data().lock().unwrap().insert(name.to_string(), var);
+    }
+    varmap
+}
+
+fn weights(varmap: &VarMap) -> [f32; 2] {
+    ["v", "w"].map(|name| varmap.data().lock().unwrap()[name].to_scalar().unwrap())
+}
+
+/// A rank's local step, and its part in the averaging.
+fn local(pg: &ProcessGroup, varmap: &VarMap, averager: &mut PeriodicModelAverager) -> Result<bool> {
+    for var in varmap.all_vars() {
+        let weight = step(var.to_scalar()?, pg.rank());
+        var.set(&Tensor::new(weight, &Device::Cpu)?)?;
+    }
+    averager.average_parameters(varmap)
+}
+
+/// Trains to commit `until`, one for each fragment that arrives, and on until a fragment is in flight. `wrap` says what the model is in
+/// a commit. Reports each rank's weights as of the last commit.
+fn stream<M: StateDict>(
+    until: u64,
+    wrap: impl Fn(VarMap) -> M + Sync,
+    varmap: impl Fn(&M) -> &VarMap + Sync,
+    found: &Mutex<BTreeMap<usize, [f32; 2]>>,
+) -> impl Fn(&ProcessGroup, &mut State<Training>) -> Result<()> + Sync {
+    move |pg, state| {
+        let outer = ParamsSgd { lr: 0.5, momentum: 0.5, nesterov: true, ..Default::default() };
+        let mut averager = PeriodicModelAverager::new(pg, 2 * SPACING, 0, outer)?.streaming(2, 1, 0.5)?;
+        let mut model = wrap(pair());
+        state.restore("weights", &mut model)?;
+        state.restore("averager", &mut averager)?;
+        while state.commits() < until {
+            if local(pg, varmap(&model), &mut averager)? {
+                state.commit_including((("weights", &mut model), ("averager", &mut averager)))?;
+            }
+        }
+        found.lock().unwrap().insert(pg.rank(), weights(varmap(&model)));
+        for _ in 1..SPACING {
+            assert!(!local(pg, varmap(&model), &mut averager)?);
+        }
+        assert_eq!(averager.state_dict()?.contains_key("moved.v"), until % 2 == 1);
+        Ok(())
+    }
+}
+
+#[test]
+fn a_rank_that_is_replaced_during_a_flight_continues_with_its_own_parameters() {
+    let run = |states, until| {
+        let found = Mutex::new(BTreeMap::new());
+        let (states, errors) = generation(states, stream(until, PerRank, |model| &model.0, &found));
+        assert_eq!(errors, [None, None, None]);
+        (states, found.into_inner().unwrap())
+    };
+    let (_, expected) = run(new(3), 5);
+    assert!(expected[&0] != expected[&1], "{expected:?}");
+    for until in [2, 3] {
+        let (mut states, _) = run(new(3), until);
+        states[1] = None;
+        assert_eq!(run(states, 5).1, expected, "replaced after commit {until}");
+    }
+}
+
+#[test]
+fn ranks_that_remain_after_a_flight_continue_with_rank_0s_parameters() {
+    let run = |states: States, until| {
+        let (count, found) = (states.len(), Mutex::new(BTreeMap::new()));
+        let (states, errors) = generation(states, stream(until, RankZero, |model| &model.0, &found));
+        assert_eq!(errors, vec![None; count]);
+        (states, found.into_inner().unwrap())
+    };
+    // Commit 1 is the first averaging; "v" arrives with commit 2, and "w" with commit 3.
+    let (mut states, before) = run(new(3), 2);
+    // Rank 1 dies, and a new one comes for each of two.
+    states.remove(1);
+    states.push(None);
+    states.push(None);
+    let (_, found) = run(states, 3);
+    // "w" has been moving since the first averaging: four steps of rank 0, and then two of all four until it is sent.
+    let common = [0, 1, 2].map(|rank| step(4., rank)).iter().sum::<f32>() / 3.;
+    let ahead = |weight: f32, rank: usize, steps: u64| (0..steps).fold(weight, |weight, _| step(weight, rank));
+    let sent = [0, 1, 2, 3].map(|rank| ahead(before[&0][1], rank, SPACING - 1));
+    let gradient = common - sent.iter().sum::<f32>() / 4.;
+    let result = common - 0.5 * (gradient + 0.5 * gradient);
+    for (rank, [v, w]) in found {
+        let expected = [ahead(before[&0][0], rank, SPACING), 0.5 * result + 0.5 * step(sent[rank], rank)];
+        let differ = (v - expected[0]).abs().max((w - expected[1]).abs());
+        assert!(differ < 1e-5, "rank {rank}: {:?}, not {expected:?}", [v, w]);
+    }
+}
+
+/// Ranks have different parameters then.
+#[test]
+fn a_streamed_model_that_is_committed_as_the_same_on_all_ranks_is_an_error() {
+    let found = Mutex::new(BTreeMap::new());
+    // The first averaging makes them the same, and the first commit of a generation compares them.
+    let (states, errors) = generation(new(2), stream(2, |varmap| varmap, |model| model, &found));
+    assert_eq!(errors, [None, None]);
+    let (_, errors) = generation(states, stream(3, |varmap| varmap, |model| model, &found));
+    for error in errors {
+        let error = error.unwrap();
+        assert!(error.contains("weights") && error.contains("PerRank"), "{error}");
     }
 }
