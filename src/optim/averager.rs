@@ -108,12 +108,11 @@ impl PeriodicModelAverager {
     /// The first averaging is of all; then every `period / fragments` steps it is the turn of the next fragment, so each has an outer step
     /// in every period. Its all-reduce runs during the next `delay` local steps. Then the parameters of the fragment become
     /// `(1 - alpha) * result + alpha * local`, where `result` is that of the outer step and `local` the rank's present parameter.
-    /// The paper has fragments of three layers, a delay of 1 to 5 steps and an `alpha` of 0.5. One fragment, no delay and an `alpha` of 0, the
-    /// default, are DiLoCo.
+    /// One fragment, no delay and an `alpha` of 0, the default, are DiLoCo.
     ///
-    /// Ranks then never have the same parameters again. The model is [`PerRank`](crate::checkpoint::PerRank) in every checkpoint and commit,
-    /// or [`RankZero`](crate::checkpoint::RankZero), and all ranks continue from rank 0's, also more or fewer of them. Saving during a delay
-    /// waits for the all-reduce, whose result is part of the state.
+    /// Ranks then never have the same parameters again. What they have in common are the starts in the averager's state. The model is
+    /// [`PerRank`](crate::checkpoint::PerRank) in every checkpoint and commit, or [`RankZero`](crate::checkpoint::RankZero), and all ranks
+    /// continue from rank 0's, also more or fewer of them. Saving during a delay waits for the all-reduce, whose result is part of the state.
     ///
     /// # Errors
     /// Returns [`Error::InvalidArgument`] without an outer optimizer, if `fragments` does not divide `period`, and unless `delay` is less
@@ -121,7 +120,7 @@ impl PeriodicModelAverager {
     pub fn streaming(mut self, fragments: u64, delay: u64, alpha: f64) -> Result<Self> {
         let period = self.period;
         let Some(outer) = &mut self.outer else {
-            let reason = "it must be Some: options of lr 1 without momentum average without an outer optimizer";
+            let reason = "it must be Some for streaming: with an lr of 1 and no momentum, the result is the mean of the parameters";
             return Err(Error::invalid("outer", reason));
         };
         if fragments == 0 || !period.is_multiple_of(fragments) {
@@ -173,7 +172,10 @@ impl PeriodicModelAverager {
             let Parameters { variables, named } = parameters.into();
             let mut parameters: Vec<_> = variables.into_iter().filter(|(_, var)| var.dtype().is_float()).collect();
             parameters.sort_by(|a, b| a.0.cmp(&b.0));
-            self.check(&parameters)?;
+            // Between two turns the others may not be here: the outer optimizer finds by itself that parameters have changed.
+            if due || self.agreed.is_none() {
+                self.check(&parameters)?;
+            }
             parameters.retain(|(_, var)| var.elem_count() > 0);
             match &mut self.outer {
                 Some(outer) => replaced = outer.step(&self.group, &parameters, named, phase)?,

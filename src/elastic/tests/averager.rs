@@ -122,10 +122,11 @@ fn local(pg: &ProcessGroup, varmap: &VarMap, averager: &mut PeriodicModelAverage
     averager.average_parameters(varmap)
 }
 
-/// Trains to commit `until`, one for each fragment that arrives, and on until a fragment is in flight. `wrap` says what the model is in
-/// a commit. Reports each rank's weights as of the last commit.
+/// Trains to commit `until`, one for each fragment that arrives, and on until a fragment is in flight; or until it arrives, if the rank
+/// `leaves` before it is sent. `wrap` says what the model is in a commit. Reports each rank's weights as of the last commit.
 fn stream<M: StateDict>(
     until: u64,
+    leaves: Option<usize>,
     wrap: impl Fn(VarMap) -> M + Sync,
     varmap: impl Fn(&M) -> &VarMap + Sync,
     found: &Mutex<BTreeMap<usize, [f32; 2]>>,
@@ -142,8 +143,14 @@ fn stream<M: StateDict>(
             }
         }
         found.lock().unwrap().insert(pg.rank(), weights(varmap(&model)));
+        if leaves == Some(pg.rank()) {
+            return Ok(());
+        }
         for _ in 1..SPACING {
             assert!(!local(pg, varmap(&model), &mut averager)?);
+        }
+        if leaves.is_some() {
+            return local(pg, varmap(&model), &mut averager).map(drop);
         }
         assert_eq!(averager.state_dict()?.contains_key("moved.v"), until % 2 == 1);
         Ok(())
@@ -152,18 +159,26 @@ fn stream<M: StateDict>(
 
 #[test]
 fn a_rank_that_is_replaced_during_a_flight_continues_with_its_own_parameters() {
-    let run = |states, until| {
+    let run = |states, until, leaves| {
         let found = Mutex::new(BTreeMap::new());
-        let (states, errors) = generation(states, stream(until, PerRank, |model| &model.0, &found));
-        assert_eq!(errors, [None, None, None]);
-        (states, found.into_inner().unwrap())
+        let (states, errors) = generation(states, stream(until, leaves, PerRank, |model| &model.0, &found));
+        (states, errors, found.into_inner().unwrap())
     };
-    let (_, expected) = run(new(3), 5);
+    let (_, errors, expected) = run(new(3), 5, None);
+    assert_eq!(errors, [None, None, None]);
     assert!(expected[&0] != expected[&1], "{expected:?}");
     for until in [2, 3] {
-        let (mut states, _) = run(new(3), until);
-        states[1] = None;
-        assert_eq!(run(states, 5).1, expected, "replaced after commit {until}");
+        for leaves in [None, Some(1)] {
+            let (mut states, errors, _) = run(new(3), until, leaves);
+            assert_eq!(
+                [0, 1, 2].map(|rank: usize| errors[rank].is_some()),
+                [leaves.is_some(), false, leaves.is_some()],
+                "{errors:?}"
+            );
+            states[1] = None;
+            let (_, errors, found) = run(states, 5, None);
+            assert_eq!((errors, found), (vec![None; 3], expected.clone()), "replaced after commit {until}, {leaves:?}");
+        }
     }
 }
 
@@ -171,7 +186,7 @@ fn a_rank_that_is_replaced_during_a_flight_continues_with_its_own_parameters() {
 fn ranks_that_remain_after_a_flight_continue_with_rank_0s_parameters() {
     let run = |states: States, until| {
         let (count, found) = (states.len(), Mutex::new(BTreeMap::new()));
-        let (states, errors) = generation(states, stream(until, RankZero, |model| &model.0, &found));
+        let (states, errors) = generation(states, stream(until, None, RankZero, |model| &model.0, &found));
         assert_eq!(errors, vec![None; count]);
         (states, found.into_inner().unwrap())
     };
@@ -200,9 +215,9 @@ fn ranks_that_remain_after_a_flight_continue_with_rank_0s_parameters() {
 fn a_streamed_model_that_is_committed_as_the_same_on_all_ranks_is_an_error() {
     let found = Mutex::new(BTreeMap::new());
     // The first averaging makes them the same, and the first commit of a generation compares them.
-    let (states, errors) = generation(new(2), stream(2, |varmap| varmap, |model| model, &found));
+    let (states, errors) = generation(new(2), stream(2, None, |varmap| varmap, |model| model, &found));
     assert_eq!(errors, [None, None]);
-    let (_, errors) = generation(states, stream(3, |varmap| varmap, |model| model, &found));
+    let (_, errors) = generation(states, stream(3, None, |varmap| varmap, |model| model, &found));
     for error in errors {
         let error = error.unwrap();
         assert!(error.contains("weights") && error.contains("PerRank"), "{error}");

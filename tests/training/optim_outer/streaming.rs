@@ -343,6 +343,13 @@ fn other_parameters_than_in_flight_are_refused_on_all_ranks() {
             two.vars = own;
             assert!(two.call()?);
         }
+        // Those of one rank, which says so without the others.
+        let mut two = Two::new(&pg)?;
+        if pg.rank() == 1 {
+            let error = two.averager.average_parameters(vec![var("a", 2)]).unwrap_err();
+            assert!(matches!(error, Error::Parameter { .. }), "{error}");
+        }
+        assert!(two.call()?);
         Ok(())
     });
 }
