@@ -2,8 +2,11 @@
 //!
 //! The processes are this test binary itself; an environment variable makes it a rank.
 use crate::common::launch_test;
+use candle_core::{DType, Var};
+use candle_ddp::optim::{ParamsSgd, PeriodicModelAverager};
 use candle_ddp::{Error, Failure, InitOptions, ProcessGroup, Result, StopSignals, init_process_group};
 use rustix::process::{Signal, getpid, kill_process};
+use std::cell::RefCell;
 use std::path::Path;
 use std::process::Output;
 use std::time::Duration;
@@ -32,6 +35,12 @@ fn rank_of_another_test() -> Result<()> {
         "all-gather" => dies(&pg, |own| pg.all_gather_object(own).map(drop)),
         "sends" => dies(&pg, |own| message(&pg, VICTIM, own)),
         "receives" => dies(&pg, |own| message(&pg, 0, own)),
+        "flight" => {
+            let parameters = vec![Var::zeros(4 << 20, DType::F32, pg.device())?];
+            let averager = PeriodicModelAverager::new(&pg, 2, 0, ParamsSgd::default())?.streaming(1, 1, 0.)?;
+            let averager = RefCell::new(averager);
+            dies(&pg, |_| averager.borrow_mut().average_parameters(parameters.clone()).map(drop))
+        }
         other => panic!("no such job: {other}"),
     }
 }
@@ -204,16 +213,25 @@ fn every_survivor_names_a_rank_killed_within_a_large_object() {
         ("receives", "send_object"),
     ];
     for (job, label) in jobs {
-        let folder = tempfile::tempdir().unwrap();
-        let output = run(job, 3, folder.path());
-        let report = String::from_utf8_lossy(&output.stderr);
-        assert!(report.contains("rank 1 failed first: it was killed by SIGKILL"), "{job}: {report}");
-        for rank in [0, 2] {
-            let error = std::fs::read_to_string(folder.path().join(rank.to_string()));
-            let error = error.unwrap_or_else(|error| panic!("{job}: {error}: {report}"));
-            assert!(error.starts_with("rank 1 is gone: its connection to rank "), "{job}: {error}");
-            // Rank 2 may be the first to notice, and takes no part in a message.
-            assert!(label == "send_object" || error.contains(&format!(" for {label}")), "{job}: {error}");
-        }
+        survivors_name_the_victim(job, label);
+    }
+}
+
+#[test]
+fn every_survivor_names_a_rank_killed_while_a_fragment_is_in_flight() {
+    survivors_name_the_victim("flight", "PeriodicModelAverager::average_parameters");
+}
+
+fn survivors_name_the_victim(job: &str, label: &str) {
+    let folder = tempfile::tempdir().unwrap();
+    let output = run(job, 3, folder.path());
+    let report = String::from_utf8_lossy(&output.stderr);
+    assert!(report.contains("rank 1 failed first: it was killed by SIGKILL"), "{job}: {report}");
+    for rank in [0, 2] {
+        let error = std::fs::read_to_string(folder.path().join(rank.to_string()));
+        let error = error.unwrap_or_else(|error| panic!("{job}: {error}: {report}"));
+        assert!(error.starts_with("rank 1 is gone: its connection to rank "), "{job}: {error}");
+        // Rank 2 may be the first to notice, and takes no part in a message.
+        assert!(label == "send_object" || error.contains(&format!(" for {label}")), "{job}: {error}");
     }
 }
