@@ -101,8 +101,9 @@ impl PeriodicModelAverager {
         Ok(Self { group: group.clone(), period, warmup_steps, step: 0, agreed: None, outer })
     }
 
-    /// Makes [DiLoCo](Self#diloco) [*streaming*](https://arxiv.org/abs/2501.18512), so that the ranks send less at once, and need not wait for
-    /// it: torchft's `DiLoCo` with as many `model_fragments`, `fragment_sync_delay` and `fragment_update_alpha`. Every rank must give the same.
+    /// Makes [DiLoCo](Self#diloco) [*streaming*](https://arxiv.org/abs/2501.18512), so that the ranks send less at once, and need not
+    /// wait for it: torchft's `DiLoCo` with as many `model_fragments`, `fragment_sync_delay` and `fragment_update_alpha`. Every rank must
+    /// give the same.
     ///
     /// Parameters are divided in the order of their names into `fragments` of about as many elements each, without dividing any.
     /// The first averaging is of all; then every `period / fragments` steps it is the turn of the next fragment, so each has an outer step
@@ -111,8 +112,9 @@ impl PeriodicModelAverager {
     /// One fragment, no delay and an `alpha` of 0, the default, are DiLoCo.
     ///
     /// Ranks then never have the same parameters again. What they have in common are the starts in the averager's state. The model is
-    /// [`PerRank`](crate::checkpoint::PerRank) in every checkpoint and commit, or [`RankZero`](crate::checkpoint::RankZero), and all ranks
-    /// continue from rank 0's, also more or fewer of them. Saving during a delay waits for the all-reduce, whose result is part of the state.
+    /// [`PerRank`](crate::checkpoint::PerRank) in every checkpoint and commit, or [`RankZero`](crate::checkpoint::RankZero): then all
+    /// ranks continue from rank 0's, also more or fewer of them. Saving during a delay waits for the all-reduce, whose result is part of
+    /// the state. A fragment in flight takes 8 bytes per element (16 for f64).
     ///
     /// # Errors
     /// Returns [`Error::InvalidArgument`] without an outer optimizer, if `fragments` does not divide `period`, and unless `delay` is less
@@ -154,8 +156,8 @@ impl PeriodicModelAverager {
     /// Returns [`Error::Mismatch`] on all ranks if names, shapes, dtypes or the elements of pieces differ, and the errors of
     /// [`ProcessGroup::all_reduce`].
     ///
-    /// With an outer optimizer also, on all ranks and before anything changes: [`Error::NonFinite`] if a rank's parameters contain a NaN or an
-    /// infinity; [`Error::Mismatch`] for other options of it; [`Error::PartDiffers`] if ranks have loaded different states;
+    /// With an outer optimizer also, on all ranks and before anything changes: [`Error::NonFinite`] if a rank's parameters contain a NaN or
+    /// an infinity; [`Error::Mismatch`] for other options of it; [`Error::PartDiffers`] if ranks have loaded different states;
     /// [`Error::Parameter`] for a sharded model, and for other parameters than in the first averaging; and [`Error::InvalidArgument`] for
     /// more fragments than parameters. Errors of a fragment that is sent come after its delay. It is then not in flight any more, and has
     /// its turn again.
