@@ -71,10 +71,11 @@ impl Outer {
         Self { options, streaming, steps: 0, slots: BTreeMap::new(), flight: None, named: true }
     }
 
-    /// Divides the parameters differently from now on. All that have been updated stay so.
+    /// Divides the parameters like this from now on. It begins with the first fragment, and a round that has begun counts as whole: no
+    /// parameter has its first update twice.
     pub(super) fn set_streaming(&mut self, streaming: Streaming) {
         if streaming.fragments != self.streaming.fragments {
-            self.steps = self.steps.div_ceil(self.streaming.fragments) * streaming.fragments;
+            self.steps = self.steps.div_ceil(self.streaming.fragments).saturating_mul(streaming.fragments);
         }
         self.streaming = streaming;
     }

@@ -260,6 +260,17 @@ fn a_flight_arrives_with_other_options_than_it_began_with() {
             Ok(())
         });
     }
+    // After one outer step of all parameters it is the turn of the first fragment, in whose second round it is.
+    ranks(1, |pg| {
+        let mut whole = Rank::new(&pg, 0, (1, 0, 0.))?;
+        (0..=WARMUP + PERIOD).try_for_each(|step| whole.step(0, step).map(drop))?;
+        let mut rank = Rank::new(&pg, 0, (3, 1, 0.))?;
+        rank.averager.load_state_dict(&whole.averager.state_dict()?)?;
+        (1..=PERIOD / 3).try_for_each(|step| rank.step(0, WARMUP + PERIOD + step).map(drop))?;
+        let after = rank.averager.state_dict()?;
+        assert_eq!((sent(&after), after["outer_steps"].to_vec1::<i64>()?), (vec![0], vec![3]));
+        Ok(())
+    });
 }
 
 /// A rank in whose flight something goes wrong: two fragments, "a" and "b".
