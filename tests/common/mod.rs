@@ -1,14 +1,15 @@
 //! Helpers that several test files share.
 #![allow(dead_code, clippy::unwrap_used)] // each test file uses only some helpers, and a failed test may panic
-use candle_core::{DType, Device, Module, Tensor, Var};
+use candle_core::{DType, Device, Tensor, Var};
 use candle_ddp::data_parallel::DataParallel;
 use candle_ddp::{
-    Backward, Buckets, DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result, Sharding, SpawnOptions,
-    spawn_with,
+    Backward, Buckets, DdpOptions, DistributedDataParallel, Error, Precision, ProcessGroup, Result, Role, Sharding,
+    SpawnOptions, spawn_with,
 };
-use candle_nn::{VarBuilder, VarMap};
+use candle_nn::{Func, VarBuilder, VarMap, func};
 use serde_json::Value;
 use std::path::Path;
+use std::sync::Arc;
 use std::time::Duration;
 
 pub(crate) mod bad_batches;
@@ -21,8 +22,8 @@ pub(crate) mod virtual_ranks;
 #[allow(unused_imports)] // as above
 pub(crate) use candle_ddp_testing::{
     Between, Mlp, assert_close, assert_error, bits, ddprun, example, failing, fill, floats, free_port, gradients,
-    launch_example, launch_nodes, launch_test, new_var, pass_on_a_full_disk, peak_memory, sine, skip, skip_unless,
-    start_ranks, succeed, tensor, test_arguments, test_process, values, var, waves,
+    launch_example, launch_nodes, launch_test, new_var, pass_on_a_full_disk, peak_memory, plain, sine, skip,
+    skip_unless, start_ranks, succeed, tensor, test_arguments, test_process, values, var, waves,
 };
 
 /// The lines of a file, each of which is JSON.
@@ -60,10 +61,29 @@ pub(crate) fn sharding(zero: bool) -> Sharding {
     if zero { Sharding::Optimizer { ranks: None } } else { Sharding::Off }
 }
 
+/// Buckets of so many MiB, of which the first has another size.
+pub(crate) fn buckets(bucket_cap_mb: f64, first_bucket_mb: f64) -> Buckets {
+    Buckets { bucket_cap_mb, first_bucket_mb, ..Default::default() }
+}
+
 /// A bucket for each parameter.
 pub(crate) fn tiny() -> DdpOptions {
-    let buckets = Buckets { bucket_cap_mb: 0., first_bucket_mb: 0., ..Default::default() };
-    DdpOptions { buckets, ..Default::default() }
+    DdpOptions { buckets: buckets(0., 0.), ..Default::default() }
+}
+
+/// The options of a model whose gradients are averaged in this dtype.
+pub(crate) fn reduced_in(reduce_dtype: Option<DType>) -> DdpOptions {
+    DdpOptions { buckets: Buckets { reduce_dtype, ..Default::default() }, ..Default::default() }
+}
+
+/// The options of a model whose variables are in this dtype.
+pub(crate) fn pure(dtype: DType) -> DdpOptions {
+    DdpOptions { precision: Precision::Pure(dtype), ..Default::default() }
+}
+
+/// The options of a model whose variables have these roles, by their names.
+pub(crate) fn with_role(role: impl Fn(&str) -> Role + Send + Sync + 'static) -> DdpOptions {
+    DdpOptions { role: Arc::new(role), ..Default::default() }
 }
 
 /// The options of a model whose blocks are spread over the ranks.
@@ -93,31 +113,22 @@ where
 }
 
 /// Adds the number of previous forward passes to its input, and counts this one.
-struct Counting {
-    passes: Var,
-}
-
-impl Counting {
-    fn new(vb: VarBuilder) -> candle_core::Result<Self> {
-        // Copied before the buffer, so that a replica is late to read it.
-        vb.get((1 << 20, 4), "large")?;
-        Ok(Self { passes: Var::from_tensor(&vb.get(1, "num_batches_tracked")?)? })
-    }
-}
-
-impl Module for Counting {
-    fn forward(&self, xs: &Tensor) -> candle_core::Result<Tensor> {
-        let passes = self.passes.as_detached_tensor();
-        let output = xs.broadcast_add(&passes)?;
-        self.passes.set(&(passes + 1.0)?)?;
+fn counting(vb: VarBuilder) -> candle_core::Result<Func<'static>> {
+    // Copied before the buffer, so that a replica is late to read it.
+    vb.get((1 << 20, 4), "large")?;
+    let passes = Var::from_tensor(&vb.get(1, "num_batches_tracked")?)?;
+    Ok(func(move |xs| {
+        let before = passes.as_detached_tensor();
+        let output = xs.broadcast_add(&before)?;
+        passes.set(&(before + 1.0)?)?;
         Ok(output)
-    }
+    }))
 }
 
 /// Checks that in each of `passes`, all replicas on `devices` read a buffer before the first replica writes to it.
 pub(crate) fn assert_buffers_are_read_first(devices: &[Device], passes: usize) {
     let varmap = VarMap::new();
-    let dp = DataParallel::new(devices, &devices[0], &varmap, Counting::new).unwrap();
+    let dp = DataParallel::new(devices, &devices[0], &varmap, counting).unwrap();
     let x = Tensor::zeros((6, 1), DType::F32, &devices[0]).unwrap();
     for pass in 0..passes {
         assert_eq!(floats(&dp.forward(&x).unwrap()), [pass as f32; 6], "{devices:?}, pass {pass}");

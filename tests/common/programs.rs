@@ -1,10 +1,10 @@
 //! Programs with several models, each under DDP on a part of every batch and in one process on the whole batch.
 #![allow(dead_code, clippy::unwrap_used)] // each test file uses only some programs, and a failed test may panic
-use crate::common::{Mlp, fill, floats, tensor, var};
-use candle_core::{DType, Device, IndexOp, Module, Tensor, Var};
+use crate::common::{Mlp, filled, floats, plain, tensor, var};
+use candle_core::{DType, IndexOp, Module, Tensor, Var};
 use candle_ddp::{Backward, DdpOptions, DistributedDataParallel, ProcessGroup, Result, backward_with};
 use candle_nn::loss::{binary_cross_entropy_with_logit, mse};
-use candle_nn::{Optimizer, SGD, VarBuilder, VarMap};
+use candle_nn::{Optimizer, SGD, VarBuilder};
 
 pub(crate) fn mlp(sizes: [usize; 3], vb: VarBuilder) -> candle_core::Result<Mlp> {
     Mlp::new(sizes, ["in", "out"], vb)
@@ -22,9 +22,7 @@ struct Plain {
 
 impl Plain {
     fn new(sizes: [usize; 3], seed: u64) -> Self {
-        let varmap = VarMap::new();
-        let module = mlp(sizes, VarBuilder::from_varmap(&varmap, DType::F32, &Device::Cpu)).unwrap();
-        fill(&varmap, seed);
+        let (module, varmap) = plain(|vb| mlp(sizes, vb), DType::F32, seed);
         Self { module, vars: NAMES.iter().map(|name| var(&varmap, name)).collect() }
     }
 
@@ -36,10 +34,7 @@ impl Plain {
 pub(crate) type Ddp = DistributedDataParallel<Mlp>;
 
 pub(crate) fn wrap(pg: &ProcessGroup, sizes: [usize; 3], seed: u64, options: &DdpOptions) -> Result<Ddp> {
-    let varmap = VarMap::new();
-    let ddp = DistributedDataParallel::with_options(pg, &varmap, |vb| mlp(sizes, vb), options.clone())?;
-    fill(&varmap, seed);
-    Ok(ddp)
+    Ok(filled(pg, |vb| mlp(sizes, vb), options.clone(), seed)?.0)
 }
 
 pub(crate) fn all_floats(vars: &[Var]) -> Vec<f32> {

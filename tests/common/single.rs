@@ -1,26 +1,19 @@
 //! A world of one rank without an engine: `Backend::Single` on any device.
 use crate::common::{assert_close, fill, floats, ranks, tensor, var};
-use candle_core::{Device, Tensor};
-use candle_ddp::nn::{BatchNorm, sync_batch_norm};
+use candle_core::Device;
+use candle_ddp::nn::sync_batch_norm;
 use candle_ddp::{Backend, DistributedDataParallel, InitOptions, ProcessGroup, Result, init_process_group};
-use candle_nn::{Linear, Module, ModuleT, VarBuilder, VarMap, linear};
+use candle_nn::{Module, ModuleT, VarBuilder, VarMap, func_t, linear};
 use std::time::Duration;
-
-struct Net(Linear, BatchNorm, Linear);
-
-impl ModuleT for Net {
-    fn forward_t(&self, x: &Tensor, train: bool) -> candle_core::Result<Tensor> {
-        self.2.forward(&self.1.forward_t(&self.0.forward(x)?, train)?)
-    }
-}
 
 /// Trains three steps of DDP with a layer that communicates in its forward pass; returns the first layer's final
 /// weights.
 fn train(pg: &ProcessGroup) -> Result<Vec<f32>> {
     let varmap = VarMap::new();
-    let build = |vb: VarBuilder<'static>| -> candle_core::Result<Net> {
+    let build = |vb: VarBuilder<'static>| -> candle_core::Result<_> {
         let norm = sync_batch_norm(pg, 6, 1e-5, vb.pp("norm"))?;
-        Ok(Net(linear(4, 6, vb.pp("first"))?, norm, linear(6, 2, vb.pp("last"))?))
+        let (first, last) = (linear(4, 6, vb.pp("first"))?, linear(6, 2, vb.pp("last"))?);
+        Ok(func_t(move |x, train| last.forward(&norm.forward_t(&first.forward(x)?, train)?)))
     };
     let ddp = DistributedDataParallel::new(pg, &varmap, build)?;
     fill(&varmap, 5);

@@ -1,5 +1,5 @@
 //! Batches of messages.
-use crate::common::{floats, ranks, try_ranks};
+use crate::common::{assert_error, floats, ranks, try_ranks};
 use candle_core::{DType, Device, Tensor, Var};
 use candle_ddp::rendezvous::Store;
 use candle_ddp::{Error, P2pOp, ProcessGroup, ReduceOp, Result};
@@ -129,9 +129,8 @@ fn a_message_of_a_batch_pairs_up_with_one_of_a_batch() {
         }
         pg.barrier()
     });
-    let text = error.unwrap_err().to_string();
-    assert!(
-        text.contains("rank 1 called recv(f32[3]) where rank 0 called send(f32[3]) for batch_isend_irecv, sequence 1"),
-        "{text}"
+    assert_error(
+        error,
+        &["rank 1 called recv(f32[3]) where rank 0 called send(f32[3]) for batch_isend_irecv, sequence 1"],
     );
 }

@@ -1,7 +1,7 @@
 //! Objects and meshes with ranks that are processes under the launcher.
 //!
 //! The processes are this test binary itself; an environment variable makes it a rank.
-use crate::common::launch_test;
+use crate::common::{assert_error, launch_test};
 use candle_core::{DType, Var};
 use candle_ddp::optim::{ParamsSgd, PeriodicModelAverager};
 use candle_ddp::{Error, Failure, InitOptions, ProcessGroup, Result, StopSignals, init_process_group};
@@ -120,8 +120,7 @@ fn purposes(pg: &ProcessGroup) -> Result<()> {
         0 => pg.all_gather_object(&1).map(drop),
         _ => pg.gather_object(&1, 0).map(drop),
     };
-    let error = result.unwrap_err().to_string();
-    assert!(error.contains("for all_gather_object") && error.contains("for gather_object"), "{error}");
+    assert_error(result, &["for all_gather_object", "for gather_object"]);
     Ok(())
 }
 

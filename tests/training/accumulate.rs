@@ -1,13 +1,11 @@
 //! Gradients of several losses, accumulated before one step.
 use crate::common::programs::{Ddp, wrap};
-use crate::common::{assert_close, assert_error, floats, gradients, ranks, sharding, tensor, tiny};
+use crate::common::{assert_close, assert_error, floats, gradients, ranks, reduced_in, sharding, tensor, tiny};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Tensor};
 use candle_ddp::comm_hook::AllReduce;
 use candle_ddp::optim::{AdamW, ParamsAdamW, ParamsSgd, ZeroRedundancyOptimizer};
-use candle_ddp::{
-    Backward, Buckets, DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result, Unused, backward_with,
-};
+use candle_ddp::{Backward, DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result, Unused, backward_with};
 use candle_nn::{VarBuilder, VarMap};
 
 fn ddp(pg: &ProcessGroup) -> Result<Ddp> {
@@ -227,12 +225,7 @@ fn after_an_error_the_earlier_gradients_are_in_their_shards() {
 fn gradients_stay_as_they_are_while_their_store_lives() {
     ranks(2, |pg| {
         for reduce_dtype in [None, Some(DType::F64)] {
-            let ddp = wrap(
-                &pg,
-                [4, 5, 2],
-                3,
-                &DdpOptions { buckets: Buckets { reduce_dtype, ..Default::default() }, ..Default::default() },
-            )?;
+            let ddp = wrap(&pg, [4, 5, 2], 3, &reduced_in(reduce_dtype))?;
             let first = ddp.backward(&loss(&ddp, &pg, 0)?)?;
             let before = gradients(&first, &ddp.parameters());
             let second = ddp.backward(&loss(&ddp, &pg, 1)?)?;

@@ -1,19 +1,10 @@
 //! The advice of docs/models.md on layers that each rank has for itself.
-use crate::common::{floats, ranks, tensor};
-use candle_core::{Module, Var};
+use crate::common::{floats, ranks, tensor, var, with_role};
+use candle_core::Module;
 use candle_ddp::nn::linear;
 use candle_ddp::optim::{AdamW, Optimizer, ParamsAdamW};
-use candle_ddp::{DdpOptions, DistributedDataParallel, Role};
+use candle_ddp::{DistributedDataParallel, Role};
 use candle_nn::{VarBuilder, VarMap};
-use std::sync::Arc;
-
-fn options(role: impl Fn(&str) -> Role + Send + Sync + 'static) -> DdpOptions {
-    DdpOptions { role: Arc::new(role), ..Default::default() }
-}
-
-fn var(varmap: &VarMap, name: &str) -> Var {
-    varmap.data().lock().unwrap()[name].clone()
-}
 
 /// Each rank has its own expert, behind a layer that all share.
 #[test]
@@ -24,7 +15,7 @@ fn an_ignored_layer_has_the_gradient_of_its_own_rank_and_is_trained_with_it() {
         let build = |vb: VarBuilder| -> candle_core::Result<_> {
             Ok((linear(4, 3, vb.pp("shared"))?, linear(3, 2, vb.pp("expert"))?))
         };
-        let ddp = DistributedDataParallel::with_options(&pg, &varmap, build, options(role))?;
+        let ddp = DistributedDataParallel::with_options(&pg, &varmap, build, with_role(role))?;
         let (shared, expert) = (var(&varmap, "shared.weight"), var(&varmap, "expert.weight"));
         expert.set(&tensor(expert.dims(), 7 + pg.rank() as u64))?;
         let mut optimizer = AdamW::new(&ddp, ParamsAdamW::default())?;

@@ -1,60 +1,51 @@
 //! The message of an error alone names the culprit and the remedy.
-use crate::common::ranks;
+use crate::common::{assert_error, plain, ranks};
 use candle_ddp::checkpoint::{load, save};
 use candle_ddp::prelude::*;
 use candle_nn::linear;
 use std::fs;
 
-/// The messages of both ranks of a call that fails.
-fn messages(call: impl Fn(&ProcessGroup) -> Result<()> + Sync) -> Vec<String> {
-    ranks(2, |pg| Ok(call(&pg).unwrap_err().to_string()))
-}
-
-#[track_caller]
-fn assert_contains(message: &str, parts: &[&str]) {
-    for part in parts {
-        assert!(message.contains(part), "{part:?} is missing: {message}");
-    }
+/// Checks the messages of both ranks of a call that fails.
+fn assert_errors(call: impl Fn(&ProcessGroup) -> Result<()> + Sync, parts: &[&str]) {
+    ranks(2, |pg| {
+        assert_error(call(&pg), parts);
+        Ok(())
+    });
 }
 
 #[test]
 fn ranks_gather_different_numbers_of_elements() {
-    for message in messages(|pg| {
+    let calls = "rank 1 called all_gather(f32[4]) where rank 0 called all_gather(f32[3])";
+    let gather = |pg: &ProcessGroup| {
         let own = Tensor::zeros(3 + pg.rank(), DType::F32, pg.device())?;
         pg.all_gather(&Tensor::zeros(6 + 2 * pg.rank(), DType::F32, pg.device())?, &own)
-    }) {
-        let calls = "rank 1 called all_gather(f32[4]) where rank 0 called all_gather(f32[3])";
-        assert_contains(&message, &[calls, "must have the same number of elements on all ranks", "all_gather_object"]);
-    }
+    };
+    assert_errors(gather, &[calls, "must have the same number of elements on all ranks", "all_gather_object"]);
 }
 
 #[test]
 fn a_call_of_rank_0_alone() {
-    for message in messages(|pg| {
+    let broadcast = |pg: &ProcessGroup| {
         let tensor = Tensor::zeros(3, DType::F32, pg.device())?;
         if pg.rank() == 0 {
             pg.broadcast(&tensor, 0)?
         }
         pg.all_reduce(&tensor, ReduceOp::Sum)?;
         pg.barrier()
-    }) {
-        assert_contains(&message, &["rank 0 called broadcast(f32[3]", "inside `if rank == 0`"]);
-    }
+    };
+    assert_errors(broadcast, &["rank 0 called broadcast(f32[3]", "inside `if rank == 0`"]);
 }
 
 #[test]
 fn models_that_differ() {
-    for message in messages(|pg| {
+    let build = |pg: &ProcessGroup| {
         DistributedDataParallel::new(pg, &VarMap::new(), |vb| linear(4, 2 + pg.rank(), vb.pp("fc"))).map(drop)
-    }) {
-        assert_contains(&message, &["fc.weight f32[3, 4] on rank 1", "All ranks must have the same one"]);
-    }
+    };
+    assert_errors(build, &["fc.weight f32[3, 4] on rank 1", "All ranks must have the same one"]);
 }
 
 fn model(name: &str) -> VarMap {
-    let varmap = VarMap::new();
-    linear(4, 2, VarBuilder::from_varmap(&varmap, DType::F32, &Device::Cpu).pp(name)).unwrap();
-    varmap
+    plain(|vb| linear(4, 2, vb.pp(name)), DType::F32, 1).1
 }
 
 #[test]
@@ -62,8 +53,8 @@ fn a_checkpoint_of_another_model() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("other.safetensors");
     save(&model("encoder"), &file).unwrap();
-    let message = load(&model("fc"), &file).unwrap_err().to_string();
-    assert_contains(&message, &["fc.weight", "encoder.weight", "Build the model that saved it", "LoadOptions"]);
+    let parts = ["fc.weight", "encoder.weight", "Build the model that saved it", "LoadOptions"];
+    assert_error(load(&model("fc"), &file), &parts);
 }
 
 #[test]
@@ -71,23 +62,21 @@ fn a_checkpoint_that_is_none() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("damaged.safetensors");
     fs::write(&file, b"not a checkpoint").unwrap();
-    let message = load(&model("fc"), &file).unwrap_err().to_string();
-    assert_contains(&message, &["damaged.safetensors", "load another file"]);
+    assert_error(load(&model("fc"), &file), &["damaged.safetensors", "load another file"]);
 }
 
 #[test]
 fn a_checkpoint_into_a_missing_folder() {
     let folder = tempfile::tempdir().unwrap();
-    let message = save(&model("fc"), folder.path().join("missing/model.safetensors")).unwrap_err().to_string();
-    assert_contains(&message, &["missing/model.safetensors", "create the folder first"]);
+    let saved = save(&model("fc"), folder.path().join("missing/model.safetensors"));
+    assert_error(saved, &["missing/model.safetensors", "create the folder first"]);
 }
 
 #[test]
 fn a_batch_of_no_samples() {
-    for message in messages(|pg| {
+    let load = |pg: &ProcessGroup| {
         let data = TensorDataset::new(Tensor::zeros((6, 3), DType::F32, pg.device())?)?;
         DataLoader::new(data, pg, LoaderOptions { batch_size: 0, ..Default::default() }).map(drop)
-    }) {
-        assert_contains(&message, &["batch_size: it must be at least 1, not 0"]);
-    }
+    };
+    assert_errors(load, &["batch_size: it must be at least 1, not 0"]);
 }

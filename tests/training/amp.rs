@@ -1,11 +1,11 @@
 //! DistributedDataParallel in mixed precision: which dtype is used where, and f32 masters that keep updates too small
 //! for the replicas.
-use crate::common::{assert_close, fill, filled, floats, ranks, tensor, var};
-use candle_core::{DType, Device, IndexOp, Module, ModuleT, Tensor, Var};
-use candle_ddp::nn::{BatchNorm, sync_batch_norm};
+use crate::common::{assert_close, assert_error, filled, floats, plain, pure, ranks, reduced_in, tensor, var};
+use candle_core::{DType, IndexOp, Module, ModuleT, Tensor, Var};
+use candle_ddp::nn::sync_batch_norm;
 use candle_ddp::optim::{FusedOptimizer, ParamsAdamW, ParamsLamb, ParamsSgd, UpdateRule};
 use candle_ddp::{Buckets, DdpOptions, DistributedDataParallel, Error, Precision, ProcessGroup, Result, Role, Unused};
-use candle_nn::{Linear, Optimizer, SGD, VarBuilder, VarMap, linear};
+use candle_nn::{FuncT, Linear, Optimizer, SGD, VarBuilder, VarMap, func_t, linear};
 use std::sync::Arc;
 
 /// Two layers; the second may be left out.
@@ -25,12 +25,7 @@ fn options(param: Option<DType>, reduce: Option<DType>, buffer: Option<DType>) -
         Some(param_dtype) => Precision::Half { param_dtype, buffer_dtype: buffer },
         None => Precision::default(),
     };
-    DdpOptions {
-        precision,
-        unused: Unused::Allow,
-        buckets: Buckets { reduce_dtype: reduce, ..Default::default() },
-        ..Default::default()
-    }
+    DdpOptions { precision, unused: Unused::Allow, ..reduced_in(reduce) }
 }
 
 fn wrap(pg: &ProcessGroup, options: DdpOptions) -> Result<(DistributedDataParallel<Net>, VarMap)> {
@@ -47,9 +42,7 @@ fn batch(rank: usize) -> Tensor {
 
 /// The gradients of plain candle's model, whose variables have the values of `wrap`, rounded to `dtype`.
 fn reference(dtype: DType, rank: usize) -> Vec<Tensor> {
-    let varmap = VarMap::new();
-    let net = net(VarBuilder::from_varmap(&varmap, dtype, &Device::Cpu)).unwrap();
-    fill(&varmap, 7);
+    let (net, varmap) = plain(|vb| net(vb), dtype, 7);
     let grads = loss(&forward(&net, &batch(rank).to_dtype(dtype).unwrap()).unwrap()).unwrap().backward().unwrap();
     NAMES.iter().map(|name| grads.get(&var(&varmap, name)).unwrap().clone()).collect()
 }
@@ -169,8 +162,7 @@ fn forward_converts_floating_point_inputs() {
     ranks(1, |pg| {
         // Other calls convert their inputs themselves, and an error says how.
         let (ddp, _) = wrap(&pg, options(Some(DType::BF16), None, None))?;
-        let error = ddp.call(|net| net.0.forward(&batch(0))).unwrap_err().to_string();
-        assert!(error.contains("the model computes in bf16") && error.contains("cast_forward_inputs"), "{error}");
+        assert_error(ddp.call(|net| net.0.forward(&batch(0))), &["the model computes in bf16", "cast_forward_inputs"]);
         let x = ddp.cast_forward_inputs(&batch(0))?;
         assert_eq!(ddp.call(|net| net.0.forward(&x))?.dtype(), DType::BF16);
         let build = |vb: VarBuilder<'static>| linear(4, 2, vb);
@@ -204,19 +196,10 @@ fn a_layer_that_asks_for_f32_gets_its_master() {
     });
 }
 
-struct Normed(Linear, BatchNorm, Linear);
-
-impl Normed {
-    fn new(pg: &ProcessGroup, vb: VarBuilder) -> candle_core::Result<Self> {
-        let norm = sync_batch_norm(pg, 8, 1e-5, vb.pp("norm"))?;
-        Ok(Self(linear(4, 8, vb.pp("first"))?, norm, linear(8, 2, vb.pp("last"))?))
-    }
-}
-
-impl ModuleT for Normed {
-    fn forward_t(&self, x: &Tensor, train: bool) -> candle_core::Result<Tensor> {
-        self.2.forward(&self.1.forward_t(&self.0.forward(x)?, train)?.tanh()?)
-    }
+fn normed(pg: &ProcessGroup, vb: VarBuilder) -> candle_core::Result<FuncT<'static>> {
+    let norm = sync_batch_norm(pg, 8, 1e-5, vb.pp("norm"))?;
+    let (first, last) = (linear(4, 8, vb.pp("first"))?, linear(8, 2, vb.pp("last"))?);
+    Ok(func_t(move |x, train| last.forward(&norm.forward_t(&first.forward(x)?, train)?.tanh()?)))
 }
 
 #[test]
@@ -224,7 +207,7 @@ fn a_normalised_model_trains_as_in_f32() {
     let (x, y) = (tensor(&[10, 4], 1), tensor(&[10, 2], 2));
     let train = |options: &DdpOptions, buffers: DType| {
         let losses = ranks(2, |pg| {
-            let build = |vb: VarBuilder<'static>| Normed::new(&pg, vb);
+            let build = |vb: VarBuilder<'static>| normed(&pg, vb);
             let (ddp, varmap) = filled(&pg, build, options.clone(), 7)?;
             var(&varmap, "norm.running_var").set(&Tensor::ones(8, buffers, pg.device())?)?;
             assert!(ddp.named_buffers().iter().all(|(_, var)| var.dtype() == buffers));
@@ -258,12 +241,11 @@ fn unsupported_options_are_refused_by_name() {
     ranks(2, |pg| {
         let error = |options: DdpOptions| wrap(&pg, options).err().unwrap();
         let (u8, bf16) = (Some(DType::U8), Some(DType::BF16));
-        let pure = DdpOptions { precision: Precision::Pure(DType::U8), ..Default::default() };
         let f64 = options(Some(DType::F64), None, None);
         for (options, expected) in [
             (options(None, u8, None), "reduce_dtype: it must be f32, f64, f16 or bf16, not u8"),
             (options(bf16, None, u8), "buffer_dtype: it must be f32, f64, f16 or bf16, not u8"),
-            (pure, "precision: it must be f32, f64, f16 or bf16, not u8"),
+            (pure(DType::U8), "precision: it must be f32, f64, f16 or bf16, not u8"),
             (f64, "param_dtype: it must be f16 or bf16, not f64"),
         ] {
             let refused = error(options).to_string();
@@ -279,15 +261,14 @@ fn unsupported_options_are_refused_by_name() {
         );
         // A buffer that exists before DDP wraps the model.
         let varmap = VarMap::new();
-        Normed::new(&pg, VarBuilder::from_varmap(&varmap, DType::F32, pg.device()))?;
-        let build = |vb: VarBuilder<'static>| Normed::new(&pg, vb);
+        normed(&pg, VarBuilder::from_varmap(&varmap, DType::F32, pg.device()))?;
+        let build = |vb: VarBuilder<'static>| normed(&pg, vb);
         let bf16_buffers = options(Some(DType::BF16), None, Some(DType::BF16));
         let refused = DistributedDataParallel::with_options(&pg, &varmap, build, bf16_buffers).err().unwrap();
         assert!(refused.to_string().contains("norm.running_mean"), "{refused}");
         // A parameter whose dtype in the VarMap is not that of the options, with and without mixed precision.
         let varmap = VarMap::new();
-        let bf16 = || DdpOptions { precision: Precision::Pure(DType::BF16), ..Default::default() };
-        DistributedDataParallel::with_options(&pg, &varmap, |vb| net(vb), bf16())?;
+        DistributedDataParallel::with_options(&pg, &varmap, |vb| net(vb), pure(DType::BF16))?;
         for init_seed in [None, Some(1)] {
             for param in [None, Some(DType::BF16)] {
                 let options = DdpOptions { init_seed, ..options(param, None, None) };
@@ -297,7 +278,7 @@ fn unsupported_options_are_refused_by_name() {
                 assert!(refused.to_string().contains(needed), "{refused}");
             }
         }
-        DistributedDataParallel::with_options(&pg, &varmap, |vb| net(vb), bf16())?;
+        DistributedDataParallel::with_options(&pg, &varmap, |vb| net(vb), pure(DType::BF16))?;
         // Frozen variables may stay in the dtype that the model computes in.
         let role = Arc::new(|name: &str| if name.starts_with("first") { Role::Frozen } else { Role::Parameter });
         let varmap_of_head = VarMap::new();

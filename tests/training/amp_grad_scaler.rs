@@ -16,6 +16,13 @@ fn weight(value: f32) -> Vec<(String, Var)> {
     vec![("w".to_string(), Var::new(&[value], &Device::Cpu).unwrap())]
 }
 
+/// A weight of this value, its scaler, and an optimizer with this learning rate.
+fn made(pg: &ProcessGroup, value: f32, options: GradScalerOptions, lr: f64) -> Result<(Var, GradScaler, Sgd)> {
+    let named = weight(value);
+    let var = named[0].1.clone();
+    Ok((var.clone(), GradScaler::new(pg, named, options)?, sgd(vec![var], lr)?))
+}
+
 /// The gradient of the scaled sum of `var`, infinite if `overflow` is set.
 fn backward(scaler: &GradScaler, var: &Var, overflow: bool) -> Result<GradStore> {
     let mut grads = scaler.scale(&var.sum_all()?)?.backward()?;
@@ -27,11 +34,8 @@ fn backward(scaler: &GradScaler, var: &Var, overflow: bool) -> Result<GradStore>
 
 /// Trains one weight and returns this rank's observations; `overflows` gives, for each step, the rank that overflows.
 fn train(pg: &ProcessGroup, overflows: &[Option<usize>]) -> Result<(Vec<f32>, Vec<f32>)> {
-    let named = weight(0.0);
-    let var = named[0].1.clone();
     let options = GradScalerOptions { init_scale: 1024.0, growth_interval: 3, ..Default::default() };
-    let mut scaler = GradScaler::new(pg, named, options)?;
-    let mut optimizer = sgd(vec![var.clone()], 1.0)?;
+    let (var, mut scaler, mut optimizer) = made(pg, 0.0, options, 1.0)?;
     let (mut scales, mut weights) = (Vec::new(), Vec::new());
     for overflow in overflows {
         let mut grads = backward(&scaler, &var, *overflow == Some(pg.rank()))?;
@@ -62,10 +66,7 @@ fn the_scale_follows_pytorch_and_an_overflow_on_one_rank_counts_for_all() {
 #[test]
 fn gradients_are_divided_once_and_nan_is_an_overflow() {
     ranks(1, |pg| {
-        let named = weight(2.0);
-        let var = named[0].1.clone();
-        let mut scaler = GradScaler::new(&pg, named, GradScalerOptions::default())?;
-        let mut optimizer = sgd(vec![var.clone()], 0.5)?;
+        let (var, mut scaler, mut optimizer) = made(&pg, 2.0, GradScalerOptions::default(), 0.5)?;
         let mut grads = backward(&scaler, &var, false)?;
         assert_eq!(floats(grads.get(&var).unwrap()), [65536.0]);
         assert!(scaler.unscale(&mut grads)?);
@@ -98,10 +99,7 @@ fn gradients_are_divided_once_and_nan_is_an_overflow() {
 #[test]
 fn calls_out_of_order_are_refused() {
     ranks(2, |pg| {
-        let named = weight(2.0);
-        let var = named[0].1.clone();
-        let mut scaler = GradScaler::new(&pg, named, GradScalerOptions::default())?;
-        let mut optimizer = sgd(vec![var.clone()], 0.5)?;
+        let (var, mut scaler, mut optimizer) = made(&pg, 2.0, GradScalerOptions::default(), 0.5)?;
         let refused = |result: Result<()>, name: &str| match result {
             Err(Error::GradScaler { call, .. }) if call == name => {}
             other => panic!("{name}: {other:?}"),
@@ -173,12 +171,9 @@ fn two_optimizers_step_together() {
 #[test]
 fn a_scale_may_be_constant() {
     ranks(1, |pg| {
-        let named = weight(0.0);
-        let var = named[0].1.clone();
         let constant = GradScalerOptions { growth_factor: 1.0, backoff_factor: 1.0, ..Default::default() };
         let options = GradScalerOptions { init_scale: 128.0, growth_interval: 1, ..constant };
-        let mut scaler = GradScaler::new(&pg, named, options)?;
-        let mut optimizer = sgd(vec![var.clone()], 1.0)?;
+        let (var, mut scaler, mut optimizer) = made(&pg, 0.0, options, 1.0)?;
         for overflow in [false, true, false] {
             let mut grads = backward(&scaler, &var, overflow)?;
             assert_eq!(scaler.step(&mut optimizer, &mut grads)?, !overflow);
@@ -238,10 +233,8 @@ fn a_scaler_resumes_from_its_state() {
 #[test]
 fn a_scaler_that_is_not_enabled_does_nothing() {
     ranks(2, |pg| {
-        let named = weight(1.0);
-        let var = named[0].1.clone();
-        let mut scaler = GradScaler::new(&pg, named, GradScalerOptions { enabled: false, ..Default::default() })?;
-        let mut optimizer = sgd(vec![var.clone()], 0.5)?;
+        let disabled = GradScalerOptions { enabled: false, ..Default::default() };
+        let (var, mut scaler, mut optimizer) = made(&pg, 1.0, disabled, 0.5)?;
         let mut grads = backward(&scaler, &var, false)?;
         assert!(scaler.unscale(&mut grads)? && scaler.step(&mut optimizer, &mut grads)?);
         scaler.update()?;

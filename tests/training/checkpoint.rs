@@ -1,9 +1,9 @@
 //! Checkpoints: PyTorch's and our own, mismatches, and damage.
-use crate::common::{assert_close, assert_error, fill, floats, ranks, tensor, var};
+use crate::common::{assert_close, assert_error, fill, floats, plain, ranks, tensor, var};
 use candle_core::{DType, Device, ModuleT, Tensor, Var};
 use candle_ddp::checkpoint::{self, LoadOptions, LoadReport};
 use candle_ddp::{DistributedDataParallel, Error, Failure};
-use candle_nn::{BatchNorm, Conv2d, Linear, Module, VarBuilder, VarMap};
+use candle_nn::{FuncT, Module, VarBuilder, VarMap, func_t};
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -12,39 +12,23 @@ const NAMES: [&str; 8] =
     ["bn.bias", "bn.running_mean", "bn.running_var", "bn.weight", "conv.bias", "conv.weight", "fc.bias", "fc.weight"];
 
 /// The model of the golden files.
-struct Net {
-    conv: Conv2d,
-    bn: BatchNorm,
-    fc: Linear,
-}
-
-impl Net {
-    fn new(vb: VarBuilder) -> candle_core::Result<Self> {
-        Ok(Self {
-            conv: candle_nn::conv2d(1, 3, 3, Default::default(), vb.pp("conv"))?,
-            bn: candle_nn::batch_norm(3, 1e-5, vb.pp("bn"))?,
-            fc: candle_nn::linear(12, 2, vb.pp("fc"))?,
-        })
-    }
-}
-
-impl ModuleT for Net {
-    fn forward_t(&self, xs: &Tensor, train: bool) -> candle_core::Result<Tensor> {
-        let xs = self.bn.forward_t(&self.conv.forward(xs)?, train)?.relu()?;
-        self.fc.forward(&xs.flatten_from(1)?)
-    }
+fn net(vb: VarBuilder) -> candle_core::Result<FuncT<'static>> {
+    let conv = candle_nn::conv2d(1, 3, 3, Default::default(), vb.pp("conv"))?;
+    let bn = candle_nn::batch_norm(3, 1e-5, vb.pp("bn"))?;
+    let fc = candle_nn::linear(12, 2, vb.pp("fc"))?;
+    Ok(func_t(move |xs, train| {
+        let xs = bn.forward_t(&conv.forward(xs)?, train)?.relu()?;
+        fc.forward(&xs.flatten_from(1)?)
+    }))
 }
 
 fn golden(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(name)
 }
 
-/// Variables for [`Net`]. candle's batch norm takes copies of its running values, unless it is given variables, as here.
+/// Variables for [`net`]. candle's batch norm takes copies of its running values, unless it is given variables, as here.
 fn varmap(dtype: DType) -> VarMap {
-    let varmap = VarMap::new();
-    Net::new(VarBuilder::from_varmap(&varmap, dtype, &Device::Cpu)).unwrap();
-    fill(&varmap, 1);
-    varmap
+    plain(|vb| net(vb), dtype, 1).1
 }
 
 fn values(varmap: &VarMap) -> Vec<Vec<f32>> {
@@ -60,7 +44,7 @@ fn pytorchs_checkpoints_load_and_compute_the_same() {
             let report = checkpoint::load_with(&varmap, golden(file), LoadOptions::default()).unwrap();
             assert_eq!(report.loaded, NAMES);
             assert_eq!(report.ignored, ["bn.num_batches_tracked"]);
-            let net = Net::new(VarBuilder::from_varmap(&varmap, dtype, &Device::Cpu)).unwrap();
+            let net = net(VarBuilder::from_varmap(&varmap, dtype, &Device::Cpu)).unwrap();
             let y = net.forward_t(&output["x"].to_dtype(dtype).unwrap(), false).unwrap();
             assert_eq!(y.dtype(), dtype);
             assert_close(&floats(&y), &floats(&output["y"]), 1e-5, file);
@@ -74,7 +58,7 @@ fn a_model_under_ddp_has_what_was_loaded() {
     let output = candle_core::safetensors::load(golden("checkpoint_output.safetensors"), &Device::Cpu).unwrap();
     let results = ranks(2, |pg| {
         let varmap = VarMap::new();
-        let ddp = DistributedDataParallel::new(&pg, &varmap, Net::new)?;
+        let ddp = DistributedDataParallel::new(&pg, &varmap, net)?;
         checkpoint::load_distributed(&pg, &varmap, golden("checkpoint.pt"), LoadOptions::default())?;
         ddp.forward_t(&output["x"], false)
     });

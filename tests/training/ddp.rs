@@ -1,16 +1,15 @@
 //! DistributedDataParallel with ranks as threads: one test for each guarantee.
 use crate::common::{
-    assert_close, assert_error, fill, filled, floats, of_zero, ranks, tensor, tiny, try_ranks, values, var,
+    Between, assert_close, assert_error, fill, filled, floats, of_zero, plain, pure, ranks, tensor, tiny, try_ranks,
+    values, var, with_role,
 };
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, IndexOp, Module, Tensor, Var};
 use candle_ddp::optim::{ParamsSgd, ZeroRedundancyOptimizer};
 use candle_ddp::{
-    Buckets, DdpOptions, DistributedDataParallel, Error, Failure, Precision, ProcessGroup, ReduceOp, Result, Role,
-    Unused,
+    Buckets, DdpOptions, DistributedDataParallel, Error, Failure, ProcessGroup, ReduceOp, Result, Role, Unused,
 };
-use candle_nn::{Linear, Optimizer, SGD, VarBuilder, VarMap, linear};
-use std::sync::Arc;
+use candle_nn::{Func, Linear, Optimizer, SGD, VarBuilder, VarMap, func, func_t, linear};
 
 /// Three layers; the last may be left out.
 struct Net {
@@ -54,12 +53,22 @@ fn gradient(grads: &GradStore, var: &Var) -> Vec<f32> {
     floats(grads.get(var).expect("a gradient"))
 }
 
+fn plain_net(seed: u64) -> (Net, VarMap) {
+    plain(|vb| Net::new(vb), DType::F32, seed)
+}
+
 /// The gradients of the plain model on `x`, by name.
 fn reference(x: &Tensor, names: &[&str], run: impl Fn(&Net, &Tensor) -> candle_core::Result<Tensor>) -> Vec<Vec<f32>> {
-    let varmap = VarMap::new();
-    let net = Net::new(VarBuilder::from_varmap(&varmap, DType::F32, &Device::Cpu)).unwrap();
-    fill(&varmap, 7);
-    let grads = loss(&run(&net, x).unwrap()).unwrap().backward().unwrap();
+    reference_of(plain_net(7), x, names, run)
+}
+
+fn reference_of<M>(
+    (model, varmap): (M, VarMap),
+    x: &Tensor,
+    names: &[&str],
+    run: impl Fn(&M, &Tensor) -> candle_core::Result<Tensor>,
+) -> Vec<Vec<f32>> {
+    let grads = loss(&run(&model, x).unwrap()).unwrap().backward().unwrap();
     names.iter().map(|name| gradient(&grads, &var(&varmap, name))).collect()
 }
 
@@ -78,11 +87,18 @@ fn batch(rank: usize) -> Tensor {
     tensor(&[5, 4], 100 + rank as u64)
 }
 
+/// Compares the values of [`NET_NAMES`].
+#[track_caller]
+fn assert_all_close(actual: &[Vec<f32>], expected: &[Vec<f32>], tolerance: f32, what: &str) {
+    assert_eq!((actual.len(), expected.len()), (NET_NAMES.len(), NET_NAMES.len()));
+    for ((actual, expected), name) in actual.iter().zip(expected).zip(NET_NAMES) {
+        assert_close(actual, expected, tolerance, &format!("{name}, {what}"));
+    }
+}
+
 /// Trains 20 steps; returns the losses and the final parameters.
 fn train_plain(x: &Tensor, y: &Tensor) -> (Vec<f32>, Vec<Vec<f32>>) {
-    let varmap = VarMap::new();
-    let net = Net::new(VarBuilder::from_varmap(&varmap, DType::F32, &Device::Cpu)).unwrap();
-    fill(&varmap, 7);
+    let (net, varmap) = plain_net(7);
     let vars = NET_NAMES.iter().map(|name| var(&varmap, name)).collect();
     let mut optimizer = SGD::new(vars, 0.3).unwrap();
     let mut losses = Vec::new();
@@ -118,9 +134,7 @@ fn ranks_train_like_one_process_with_the_whole_batch() {
             assert_close(&[mean], &[expected_losses[step]], 1e-5, &format!("loss {step}, {world} ranks"));
         }
         for (_, parameters) in &trained {
-            for ((actual, expected), name) in parameters.iter().zip(&expected).zip(NET_NAMES) {
-                assert_close(actual, expected, 1e-5, &format!("{name}, {world} ranks"));
-            }
+            assert_all_close(parameters, &expected, 1e-5, &format!("{world} ranks"));
             assert_eq!(parameters, &trained[0].1, "ranks must agree bit for bit");
         }
     }
@@ -129,15 +143,11 @@ fn ranks_train_like_one_process_with_the_whole_batch() {
 #[test]
 fn construction_broadcasts_the_values_of_rank_0() {
     let found = ranks(3, |pg| {
-        let varmap = VarMap::new();
-        Net::new(VarBuilder::from_varmap(&varmap, DType::F32, &Device::Cpu))?;
-        fill(&varmap, 50 + pg.rank() as u64);
+        let (_, varmap) = plain_net(50 + pg.rank() as u64);
         let ddp = DistributedDataParallel::new(&pg, &varmap, |vb| Net::new(vb))?;
         Ok(ddp.named_parameters().iter().map(|(_, var)| floats(var)).collect::<Vec<_>>())
     });
-    let varmap = VarMap::new();
-    Net::new(VarBuilder::from_varmap(&varmap, DType::F32, &Device::Cpu)).unwrap();
-    fill(&varmap, 50);
+    let (_, varmap) = plain_net(50);
     let expected: Vec<_> = NET_NAMES.iter().map(|name| floats(&var(&varmap, name))).collect();
     assert_eq!(found, vec![expected; 3]);
 }
@@ -184,40 +194,23 @@ fn buckets_are_rebuilt_once_in_gradient_order() {
 }
 
 /// A model with its weights on the left of products, so that candle visits their gradients late.
-struct Left {
-    a: Tensor,
-    b: Tensor,
-}
-
-impl Left {
-    fn new(vb: VarBuilder) -> candle_core::Result<Self> {
-        Ok(Self { a: vb.get((4, 4), "a")?, b: vb.get((3, 4), "b")? })
-    }
-
-    fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
-        self.b.matmul(&self.a.matmul(&x.t()?.contiguous()?)?.tanh()?)
-    }
+fn left(vb: VarBuilder) -> candle_core::Result<Func<'static>> {
+    let (a, b) = (vb.get((4, 4), "a")?, vb.get((3, 4), "b")?);
+    Ok(func(move |x| b.matmul(&a.matmul(&x.t()?.contiguous()?)?.tanh()?)))
 }
 
 #[test]
 fn a_weight_on_the_left_of_a_product_fires_once_and_late() {
     let out = ranks(2, |pg| {
-        let (ddp, varmap) = filled(&pg, |vb| Left::new(vb), tiny(), 3)?;
-        let run = || ddp.backward(&loss(&ddp.call(|net| net.forward(&batch(pg.rank())))?)?);
+        let (ddp, varmap) = filled(&pg, |vb| left(vb), tiny(), 3)?;
+        let run = || ddp.backward(&loss(&ddp.forward(&batch(pg.rank()))?)?);
         let grads = run()?;
         let result = ["a", "b"].map(|name| gradient(&grads, &var(&varmap, name)));
         run()?;
         Ok((result, ddp.buckets()))
     });
-    let reference: Vec<Vec<Vec<f32>>> = (0..2)
-        .map(|rank| {
-            let varmap = VarMap::new();
-            let net = Left::new(VarBuilder::from_varmap(&varmap, DType::F32, &Device::Cpu)).unwrap();
-            fill(&varmap, 3);
-            let grads = loss(&net.forward(&batch(rank)).unwrap()).unwrap().backward().unwrap();
-            ["a", "b"].map(|name| gradient(&grads, &var(&varmap, name))).to_vec()
-        })
-        .collect();
+    let alone = || plain(|vb| left(vb), DType::F32, 3);
+    let reference = [0, 1].map(|rank| reference_of(alone(), &batch(rank), &["a", "b"], |net, x| net.forward(x)));
     for (gradients, buckets) in &out {
         for (actual, expected) in gradients.iter().zip(mean(&reference)) {
             assert_close(actual, &expected, 1e-6, "gradient");
@@ -240,15 +233,7 @@ fn shared_weights_fire_once_with_the_sum_of_their_uses() {
         let grads = ddp.backward(&loss(&ddp.call(|net| forward(net, &batch(pg.rank())))?)?)?;
         Ok(gradient(&grads, &var(&varmap, "w")))
     });
-    let reference: Vec<Vec<Vec<f32>>> = (0..2)
-        .map(|rank| {
-            let varmap = VarMap::new();
-            let net = build(VarBuilder::from_varmap(&varmap, DType::F32, &Device::Cpu)).unwrap();
-            fill(&varmap, 3);
-            let grads = loss(&forward(&net, &batch(rank)).unwrap()).unwrap().backward().unwrap();
-            vec![gradient(&grads, &var(&varmap, "w"))]
-        })
-        .collect();
+    let reference = [0, 1].map(|rank| reference_of(plain(build, DType::F32, 3), &batch(rank), &["w"], forward));
     out.iter().for_each(|actual| assert_close(actual, &mean(&reference)[0], 1e-6, "w"));
 }
 
@@ -279,11 +264,7 @@ fn ranks_may_use_different_parameters() {
             rank_gradients.extend(sizes[used.len()..].iter().map(|size| vec![0.0; *size]));
             gradients.push(rank_gradients);
         }
-        for actual in &out {
-            for ((actual, expected), name) in actual.iter().zip(mean(&gradients)).zip(NET_NAMES) {
-                assert_close(actual, &expected, 1e-6, name);
-            }
-        }
+        out.iter().for_each(|actual| assert_all_close(actual, &mean(&gradients), 1e-6, "the mean"));
     }
 }
 
@@ -365,20 +346,14 @@ fn no_sync_accumulates_until_the_next_synchronised_backward() {
             a.iter().zip(&b).map(|(a, b)| a.iter().zip(b).map(|(a, b)| a + b).collect()).collect()
         };
         let local = add(full(0), full(10));
-        for ((actual, expected), name) in rank_local.iter().zip(&local).zip(NET_NAMES) {
-            assert_close(actual, expected, 1e-6, &format!("local {name}"));
-        }
+        assert_all_close(rank_local, &local, 1e-6, "local");
         let mut trunk = reference(&batch(20 + rank), &NET_NAMES[..4], |net, x| net.trunk(x));
         trunk.extend([vec![0.0; 16], vec![0.0; 2]]);
         sums.push(add(local, trunk));
     }
     for (_, synchronised, fresh) in &out {
-        for ((actual, expected), name) in synchronised.iter().zip(mean(&sums)).zip(NET_NAMES) {
-            assert_close(actual, &expected, 1e-6, name);
-        }
-        for ((actual, expected), name) in fresh.iter().zip(mean(&after)).zip(NET_NAMES) {
-            assert_close(actual, &expected, 1e-6, &format!("{name} of the next step"));
-        }
+        assert_all_close(synchronised, &mean(&sums), 1e-6, "synchronised");
+        assert_all_close(fresh, &mean(&after), 1e-6, "of the next step");
     }
 }
 
@@ -396,11 +371,7 @@ fn gradient_accumulation_equals_the_big_batch() {
         let grads = ddp.backward(&micro_loss(1)?)?;
         Ok(NET_NAMES.map(|name| gradient(&grads, &var(&varmap, name))))
     });
-    for actual in &out {
-        for ((actual, expected), name) in actual.iter().zip(&expected).zip(NET_NAMES) {
-            assert_close(actual, expected, 1e-5, name);
-        }
-    }
+    out.iter().for_each(|actual| assert_all_close(actual, &expected, 1e-5, "the big batch"));
 }
 
 #[test]
@@ -495,21 +466,14 @@ fn gradients_are_reduced_in_two_groups_at_once() -> Result<()> {
 
 #[test]
 fn buffers_are_the_variables_themselves_and_follow_rank_0() {
-    use candle_nn::{BatchNorm, BatchNormConfig, ModuleT, batch_norm};
-    struct Normed(Linear, BatchNorm);
-    impl ModuleT for Normed {
-        fn forward_t(&self, x: &Tensor, train: bool) -> candle_core::Result<Tensor> {
-            self.1.forward_t(&self.0.forward(x)?, train)
-        }
-    }
+    use candle_nn::{BatchNormConfig, ModuleT, batch_norm};
     for broadcast_buffers in [true, false] {
         let out = ranks(2, |pg| {
             let varmap = VarMap::new();
-            let build = |vb: VarBuilder| {
-                Ok::<_, candle_core::Error>(Normed(
-                    linear(4, 3, vb.pp("linear"))?,
-                    batch_norm(3, BatchNormConfig::default(), vb.pp("norm"))?,
-                ))
+            let build = |vb: VarBuilder| -> candle_core::Result<_> {
+                let norm = batch_norm(3, BatchNormConfig::default(), vb.pp("norm"))?;
+                let linear = linear(4, 3, vb.pp("linear"))?;
+                Ok(func_t(move |x, train| norm.forward_t(&linear.forward(x)?, train)))
             };
             let options = DdpOptions { broadcast_buffers, ..Default::default() };
             let ddp = DistributedDataParallel::with_options(&pg, &varmap, build, options)?;
@@ -548,17 +512,11 @@ fn vars_without_a_builder_may_come_in_another_order_on_each_rank() {
     assert_eq!(out[0], out[1]);
 }
 
-fn with_role(role: impl Fn(&str) -> Role + Send + Sync + 'static) -> DdpOptions {
-    DdpOptions { role: Arc::new(role), ..Default::default() }
-}
-
 #[test]
 fn ignored_parameters_stay_local_to_each_rank() {
     let out = ranks(2, |pg| {
         let options = with_role(|name| if name.starts_with("second") { Role::Ignored } else { Role::Parameter });
-        let varmap = VarMap::new();
-        Net::new(VarBuilder::from_varmap(&varmap, DType::F32, &Device::Cpu))?;
-        fill(&varmap, 7);
+        let (_, varmap) = plain_net(7);
         var(&varmap, "second.bias").set(&Tensor::full(pg.rank() as f32, 8, &Device::Cpu)?)?;
         let ddp = DistributedDataParallel::with_options(&pg, &varmap, |vb| Net::new(vb), options)?;
         let names: Vec<_> = ddp.named_parameters().into_iter().map(|(name, _)| name).collect();
@@ -593,13 +551,11 @@ fn vars_without_a_builder_are_averaged_too() {
         assert!(grads.get(&b).is_some());
         Ok(both)
     });
-    let reference: Vec<Vec<Vec<f32>>> = (0..2)
-        .map(|rank| {
-            let (a, b) = vars();
-            let grads = loss(&forward(&Raw(a.clone(), b.clone()), &batch(rank)).unwrap()).unwrap().backward().unwrap();
-            vec![gradient(&grads, &a), gradient(&grads, &b)]
-        })
-        .collect();
+    let reference = [0, 1].map(|rank| {
+        let (a, b) = vars();
+        let grads = loss(&forward(&Raw(a.clone(), b.clone()), &batch(rank)).unwrap()).unwrap().backward().unwrap();
+        vec![gradient(&grads, &a), gradient(&grads, &b)]
+    });
     for rank in &out {
         for (actual, expected) in rank.iter().zip(mean(&reference)) {
             assert_close(actual, &expected, 1e-6, "gradient");
@@ -686,28 +642,13 @@ fn variables_of_unsupported_dtypes_are_refused_by_name() {
     }
 }
 
-/// An operation without a gradient, or one whose backward pass panics.
-struct NoGradient {
-    panics: bool,
+/// In the middle of a backward pass, as an operation without a gradient, or as one that panics.
+fn no_gradient() -> candle_core::Result<()> {
+    Err(candle_core::Error::BackwardNotSupported { op: "no-gradient" })
 }
 
-const NO_GRADIENT: NoGradient = NoGradient { panics: false };
-
-impl candle_core::CustomOp1 for NoGradient {
-    fn name(&self) -> &'static str {
-        "no-gradient"
-    }
-    fn bwd(&self, _: &Tensor, _: &Tensor, _: &Tensor) -> candle_core::Result<Option<Tensor>> {
-        assert!(!self.panics, "a panic in backward");
-        Err(candle_core::Error::BackwardNotSupported { op: "no-gradient" })
-    }
-    fn cpu_fwd(
-        &self,
-        storage: &candle_core::CpuStorage,
-        layout: &candle_core::Layout,
-    ) -> candle_core::Result<(candle_core::CpuStorage, candle_core::Shape)> {
-        Ok((storage.clone(), layout.shape().clone()))
-    }
+fn panics() -> candle_core::Result<()> {
+    panic!("a panic in backward")
 }
 
 #[test]
@@ -718,7 +659,7 @@ fn a_backward_that_fails_on_one_rank_ends_the_group_on_all() {
         let two_steps = || -> Result<()> {
             ddp.backward(&loss(&ddp.forward(&batch(pg.rank()))?)?)?;
             let output = ddp.forward(&batch(pg.rank()))?;
-            let output = if pg.rank() == 1 { output.apply_op1(NO_GRADIENT)? } else { output };
+            let output = if pg.rank() == 1 { output.apply_op1(Between(no_gradient))? } else { output };
             ddp.backward(&loss(&output)?)?;
             Ok(())
         };
@@ -735,7 +676,7 @@ fn a_backward_that_fails_on_one_rank_ends_the_group_on_all() {
 fn in_a_world_of_one_a_failed_backward_can_be_repeated() {
     ranks(1, |pg| {
         let (ddp, varmap) = wrap(&pg, DdpOptions::default())?;
-        let bad = loss(&ddp.forward(&batch(0))?.apply_op1(NO_GRADIENT)?)?;
+        let bad = loss(&ddp.forward(&batch(0))?.apply_op1(Between(no_gradient))?)?;
         assert!(ddp.backward(&bad).is_err());
         let refused = loss(&ddp.forward(&batch(0))?)?.backward().expect_err("DDP's backward pass is over");
         assert!(refused.to_string().contains("ddp.backward(&loss)"), "{refused}");
@@ -750,7 +691,7 @@ fn in_a_world_of_one_a_failed_backward_can_be_repeated() {
 fn a_panic_ends_the_backward_pass_too() {
     let panic = |ddp: &DistributedDataParallel<Net>| {
         let rank = ddp.process_group().rank();
-        let output = ddp.forward(&batch(rank)).unwrap().apply_op1(NoGradient { panics: true }).unwrap();
+        let output = ddp.forward(&batch(rank)).unwrap().apply_op1(Between(panics)).unwrap();
         let bad = loss(&output).unwrap();
         let result = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| ddp.backward(&bad).map(|_| ())));
         assert!(result.is_err());
@@ -781,12 +722,7 @@ fn half_precision_models_reduce_in_their_own_dtype() {
         let out = ranks(2, |pg| {
             let varmap = VarMap::new();
             let build = |vb: VarBuilder| vb.get(16, "w");
-            let ddp = DistributedDataParallel::with_options(
-                &pg,
-                &varmap,
-                build,
-                DdpOptions { precision: Precision::Pure(dtype), ..Default::default() },
-            )?;
+            let ddp = DistributedDataParallel::with_options(&pg, &varmap, build, pure(dtype))?;
             let x = Tensor::from_vec(values(16, pg.rank() as u64), 16, &Device::Cpu)?.to_dtype(dtype)?;
             let grads = ddp.backward(&ddp.call(|w| (w * &x)?.sum_all())?)?;
             let gradient = grads.get(&var(&varmap, "w")).expect("a gradient").clone();

@@ -2,15 +2,14 @@
 //! weights.
 use crate::common::ranks;
 use candle_core::Result as CandleResult;
-use candle_ddp::{Buckets, DdpOptions, DistributedDataParallel};
+use candle_ddp::{DdpOptions, DistributedDataParallel};
 use candle_nn::{AdamW, Optimizer, SGD, VarMap};
 
 fn train<O: Optimizer>(name: &str, config: impl Fn() -> O::Config + Sync, options: &DdpOptions) {
     let losses = ranks(2, |pg| {
         let golden = crate::model::Golden::load()?;
         let varmap = VarMap::new();
-        let ddp =
-            DistributedDataParallel::with_options(&pg, &varmap, |vb| crate::model::Net::new(vb), options.clone())?;
+        let ddp = DistributedDataParallel::with_options(&pg, &varmap, crate::model::net, options.clone())?;
         golden.set_initial(&varmap)?;
         let mut optimizer = O::new(ddp.parameters(), config())?;
         let mut losses = Vec::new();
@@ -38,9 +37,6 @@ fn sgd_trains_as_pytorchs_ddp_does() {
 
 #[test]
 fn adamw_trains_as_pytorchs_ddp_does() {
-    let tiny = DdpOptions {
-        buckets: Buckets { bucket_cap_mb: 0.001, first_bucket_mb: 0.001, ..Default::default() },
-        ..Default::default()
-    };
-    train::<AdamW>("adamw", crate::model::adamw, &tiny);
+    let small = DdpOptions { buckets: crate::common::buckets(0.001, 0.001), ..Default::default() };
+    train::<AdamW>("adamw", crate::model::adamw, &small);
 }

@@ -89,30 +89,20 @@ impl Feature {
     }
 }
 
-struct Layer(nn::LayerNorm, Linear);
-
-impl Module for Layer {
-    fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
-        nn::add(x, &nn::gelu(&self.1.forward(&self.0.forward(x)?)?)?)
-    }
-}
-
 struct Net {
     conv: Option<nn::Conv2d>,
     stem: Linear,
-    layers: Vec<Block<Layer>>,
+    layers: Vec<Block<nn::Func<'static>>>,
     norm: Option<BatchNorm>,
     head: Linear,
     checkpointed: bool,
 }
 
 impl Net {
-    fn new(vb: VarBuilder, group: &ProcessGroup, with: &[Feature]) -> candle_core::Result<Self> {
-        let layer = |vb: VarBuilder| {
-            Ok::<_, candle_core::Error>(Layer(
-                layer_norm(WIDTH, 1e-5, vb.pp("norm"))?,
-                linear(WIDTH, WIDTH, vb.pp("fc"))?,
-            ))
+    fn new(vb: VarBuilder<'static>, group: &ProcessGroup, with: &[Feature]) -> candle_core::Result<Self> {
+        let layer = |vb: VarBuilder<'static>| -> candle_core::Result<_> {
+            let (norm, fc) = (layer_norm(WIDTH, 1e-5, vb.pp("norm"))?, linear(WIDTH, WIDTH, vb.pp("fc"))?);
+            Ok(nn::func(move |x| nn::add(x, &nn::gelu(&fc.forward(&norm.forward(x)?)?)?)))
         };
         let norm = match with.contains(&SyncBatchNorm) {
             true => Some(sync_batch_norm(group, WIDTH, 1e-5, vb.pp("sync"))?),

@@ -2,45 +2,25 @@
 use crate::common::{assert_error, ranks, try_ranks};
 use candle_core::{DType, Device, Module, Result, Tensor};
 use candle_ddp::checkpoint::{self, Checkpointer, CheckpointerOptions, LoadOptions, PerRank, StateDict};
-use candle_ddp::nn::{Linear, gelu, linear, linear_no_bias};
+use candle_ddp::nn::{Func, func, gelu, linear, linear_no_bias};
 use candle_ddp::optim::{AdamW, Ema, Muon, Optimizer, ParamsAdamW, ParamsMuon};
-use candle_ddp::{Block, DdpOptions, DistributedDataParallel, ProcessGroup, Sharding, block};
+use candle_ddp::{DdpOptions, DistributedDataParallel, ProcessGroup, Sharding, block};
 use candle_nn::{VarBuilder, VarMap};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-struct Pair(Linear, Linear);
-
-impl Module for Pair {
-    fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        self.1.forward(&gelu(&self.0.forward(x)?)?)
-    }
+/// A model with blocks that no number of ranks divides.
+fn net(vb: VarBuilder<'static>) -> Result<Func<'static>> {
+    let pair = |vb: VarBuilder<'static>| {
+        let (first, second) = (linear(4, 5, vb.pp("first"))?, linear_no_bias(5, 4, vb.pp("second"))?);
+        Ok(func(move |x| second.forward(&gelu(&first.forward(x)?)?)))
+    };
+    let blocks = (0..2).map(|index| block(vb.pp(format!("blocks.{index}")), pair)).collect::<Result<Vec<_>>>()?;
+    let (stem, head) = (linear(3, 4, vb.pp("stem"))?, linear(4, 1, vb.pp("head"))?);
+    Ok(func(move |x| head.forward(&blocks.iter().try_fold(stem.forward(x)?, |x, block| block.forward(&x))?)))
 }
 
-/// No number of ranks divides the blocks.
-struct Net {
-    stem: Linear,
-    blocks: Vec<Block<Pair>>,
-    head: Linear,
-}
-
-impl Net {
-    fn new(vb: VarBuilder) -> Result<Self> {
-        let pair = |vb: VarBuilder| Ok(Pair(linear(4, 5, vb.pp("first"))?, linear_no_bias(5, 4, vb.pp("second"))?));
-        let blocks = (0..2).map(|index| block(vb.pp(format!("blocks.{index}")), pair));
-        let blocks = blocks.collect::<Result<_>>()?;
-        Ok(Self { stem: linear(3, 4, vb.pp("stem"))?, blocks, head: linear(4, 1, vb.pp("head"))? })
-    }
-}
-
-impl Module for Net {
-    fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        let x = self.blocks.iter().try_fold(self.stem.forward(x)?, |x, block| block.forward(&x))?;
-        self.head.forward(&x)
-    }
-}
-
-type Ddp = DistributedDataParallel<Net>;
+type Ddp = DistributedDataParallel<Func<'static>>;
 
 /// How a model is trained.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -75,7 +55,7 @@ fn made(pg: &ProcessGroup, varmap: &VarMap, kind: Kind) -> candle_ddp::Result<Dd
         Kind::Blocks => Sharding::Blocks { reshard_after_forward: true, ranks: None },
         Kind::Hybrid => Sharding::Blocks { reshard_after_forward: true, ranks: Some(2) },
     };
-    DistributedDataParallel::with_options(pg, varmap, Net::new, DdpOptions { sharding, ..Default::default() })
+    DistributedDataParallel::with_options(pg, varmap, net, DdpOptions { sharding, ..Default::default() })
 }
 
 fn optimizer(ddp: &Ddp, is_muon: bool) -> candle_ddp::Result<Box<dyn Optimizer>> {

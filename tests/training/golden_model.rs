@@ -6,7 +6,7 @@ use candle_nn::{AdamW, Optimizer, SGD, VarBuilder, VarMap};
 fn train<O: Optimizer>(name: &str, config: O::Config) -> Result<()> {
     let golden = crate::model::Golden::load()?;
     let varmap = VarMap::new();
-    let net = crate::model::Net::new(VarBuilder::from_varmap(&varmap, DType::F32, &Device::Cpu))?;
+    let net = crate::model::net(VarBuilder::from_varmap(&varmap, DType::F32, &Device::Cpu))?;
     golden.set_initial(&varmap)?;
     let mut optimizer = O::new(varmap.all_vars(), config)?;
     // The loss of the whole batch is the mean of the ranks' losses, since their batches have the same size.

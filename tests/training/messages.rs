@@ -1,5 +1,5 @@
 //! Errors about ranks that do different things: they name the purpose of each call, not only the collective.
-use crate::common::{ranks, tensor, try_ranks};
+use crate::common::{assert_error, ranks, tensor, try_ranks};
 use candle_core::{DType, Tensor};
 use candle_ddp::nn::{BatchNorm, sync_batch_norm};
 use candle_ddp::{
@@ -117,9 +117,7 @@ fn the_statistics_of_a_batch_norm_are_named() {
         }
         Ok(())
     });
-    let error = errors.unwrap_err().to_string();
-    assert!(error.contains("for SyncBatchNorm's statistics"), "{error}");
-    assert!(error.contains("for SyncBatchNorm's gradients"), "{error}");
+    assert_error(errors, &["for SyncBatchNorm's statistics", "for SyncBatchNorm's gradients"]);
 }
 
 #[test]

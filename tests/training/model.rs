@@ -1,7 +1,7 @@
 //! The model of ddp.safetensors in candle, and the file's content; see the README in this folder.
 #![allow(dead_code, clippy::unwrap_used)] // each test uses only some items
 use candle_core::{Device, Module, Result, Tensor};
-use candle_nn::{Conv2d, Conv2dConfig, Linear, VarBuilder, VarMap};
+use candle_nn::{Conv2dConfig, Func, VarBuilder, VarMap, func};
 use std::collections::HashMap;
 
 /// The number of training steps.
@@ -16,34 +16,19 @@ pub(crate) fn adamw() -> candle_nn::ParamsAdamW {
     candle_nn::ParamsAdamW { lr: 0.005, beta1: 0.9, beta2: 0.999, eps: 1e-8, weight_decay: 0.01 }
 }
 
-/// The network.
-pub(crate) struct Net {
-    conv1: Conv2d,
-    conv2: Conv2d,
-    fc1: Linear,
-    fc2: Linear,
-}
-
-impl Net {
-    /// Builds the network with the names of the golden file.
-    pub(crate) fn new(vb: VarBuilder) -> Result<Self> {
-        let padded = Conv2dConfig { padding: 1, ..Default::default() };
-        Ok(Self {
-            conv1: candle_nn::conv2d(1, 8, 3, padded, vb.pp("conv1"))?,
-            conv2: candle_nn::conv2d(8, 8, 3, Conv2dConfig { stride: 2, ..padded }, vb.pp("conv2"))?,
-            fc1: candle_nn::linear(128, 32, vb.pp("fc1"))?,
-            fc2: candle_nn::linear(32, 10, vb.pp("fc2"))?,
-        })
-    }
-}
-
-impl Module for Net {
-    fn forward(&self, images: &Tensor) -> Result<Tensor> {
-        let x = self.conv1.forward(images)?.relu()?;
-        let x = self.conv2.forward(&x)?.relu()?;
-        let x = self.fc1.forward(&x.flatten_from(1)?)?.relu()?;
-        self.fc2.forward(&x)
-    }
+/// Builds the network with the names of the golden file.
+pub(crate) fn net(vb: VarBuilder) -> Result<Func<'static>> {
+    let padded = Conv2dConfig { padding: 1, ..Default::default() };
+    let conv1 = candle_nn::conv2d(1, 8, 3, padded, vb.pp("conv1"))?;
+    let conv2 = candle_nn::conv2d(8, 8, 3, Conv2dConfig { stride: 2, ..padded }, vb.pp("conv2"))?;
+    let fc1 = candle_nn::linear(128, 32, vb.pp("fc1"))?;
+    let fc2 = candle_nn::linear(32, 10, vb.pp("fc2"))?;
+    Ok(func(move |images| {
+        let x = conv1.forward(images)?.relu()?;
+        let x = conv2.forward(&x)?.relu()?;
+        let x = fc1.forward(&x.flatten_from(1)?)?.relu()?;
+        fc2.forward(&x)
+    }))
 }
 
 /// The content of the golden file.

@@ -1,9 +1,9 @@
 //! SyncBatchNorm, compared with candle's and PyTorch's batch normalisation of the whole batch.
-use crate::common::{assert_close, assert_error, fill, filled, floats, ranks, tensor, tiny, var};
+use crate::common::{assert_close, assert_error, fill, filled, floats, plain, ranks, tensor, tiny, var};
 use candle_core::{DType, Device, Module, ModuleT, Tensor, Var, safetensors};
 use candle_ddp::nn::{BatchNorm, sync_batch_norm};
 use candle_ddp::{DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result};
-use candle_nn::{BatchNormConfig, Linear, Optimizer, SGD, VarBuilder, VarMap, batch_norm, linear};
+use candle_nn::{BatchNormConfig, FuncT, Linear, Optimizer, SGD, VarBuilder, VarMap, batch_norm, func_t, linear};
 use std::collections::HashMap;
 
 /// How a batch of nine rows is split over the ranks.
@@ -11,60 +11,39 @@ const SPLITS: [&[usize]; 4] = [&[4, 5], &[9, 0], &[3, 3, 3], &[1, 0, 8]];
 const SHAPES: [&[usize]; 4] = [&[9, 3], &[9, 3, 7], &[9, 3, 4, 5], &[9, 3, 2, 3, 2]];
 
 /// A layer's results for a batch, and the gradients of Σ y·dy.
-#[derive(Default)]
-struct Outcome {
-    y: Vec<f32>,
-    dx: Vec<f32>,
-    d_weight: Vec<f32>,
-    d_bias: Vec<f32>,
-    running_mean: Vec<f32>,
-    running_var: Vec<f32>,
+type Outcome = [Vec<f32>; 6];
+
+const PARTS: [&str; 6] = ["y", "dx", "d_weight", "d_bias", "running_mean", "running_var"];
+
+fn outcome(layer: &impl ModuleT, varmap: &VarMap, x: &Tensor, dy: &Tensor) -> Result<Outcome> {
+    let x = Var::from_tensor(x)?;
+    let y = layer.forward_t(&x, true)?;
+    let grads = (&y * dy)?.sum_all()?.backward()?;
+    let gradient = |name| grads.get(&var(varmap, name)).map(floats).unwrap_or_default();
+    let [d_weight, d_bias] = ["weight", "bias"].map(gradient);
+    let [mean, variance] = ["running_mean", "running_var"].map(|name| floats(&var(varmap, name)));
+    Ok([floats(&y), floats(grads.get(&x).unwrap()), d_weight, d_bias, mean, variance])
 }
 
-impl Outcome {
-    fn of(layer: &impl ModuleT, varmap: &VarMap, x: &Tensor, dy: &Tensor) -> Result<Self> {
-        let x = Var::from_tensor(x)?;
-        let y = layer.forward_t(&x, true)?;
-        let grads = (&y * dy)?.sum_all()?.backward()?;
-        let gradient = |name| grads.get(&var(varmap, name)).map(floats).unwrap_or_default();
-        Ok(Self {
-            y: floats(&y),
-            dx: floats(grads.get(&x).unwrap()),
-            d_weight: gradient("weight"),
-            d_bias: gradient("bias"),
-            running_mean: floats(&var(varmap, "running_mean")),
-            running_var: floats(&var(varmap, "running_var")),
-        })
-    }
-
-    /// Joins the ranks' outcomes: batches are concatenated, parameters' gradients summed.
-    fn join(ranks: &[Self]) -> Self {
-        let concat = |part: fn(&Self) -> &Vec<f32>| ranks.iter().flat_map(part).copied().collect();
-        let sum = |part: fn(&Self) -> &Vec<f32>| {
-            (0..part(&ranks[0]).len()).map(|i| ranks.iter().map(|rank| part(rank)[i]).sum()).collect()
-        };
-        for rank in ranks {
-            assert_eq!(rank.running_mean, ranks[0].running_mean, "ranks must agree bit for bit");
-            assert_eq!(rank.running_var, ranks[0].running_var, "ranks must agree bit for bit");
+/// Joins the ranks' outcomes: batches are concatenated, parameters' gradients summed.
+fn join(ranks: &[Outcome]) -> Outcome {
+    std::array::from_fn(|part| {
+        let first = &ranks[0][part];
+        match PARTS[part] {
+            "y" | "dx" => ranks.iter().flat_map(|rank| rank[part].clone()).collect(),
+            "d_weight" | "d_bias" => (0..first.len()).map(|i| ranks.iter().map(|rank| rank[part][i]).sum()).collect(),
+            statistic => {
+                assert!(ranks.iter().all(|rank| &rank[part] == first), "{statistic}: ranks must agree bit for bit");
+                first.clone()
+            }
         }
-        Self {
-            y: concat(|rank| &rank.y),
-            dx: concat(|rank| &rank.dx),
-            d_weight: sum(|rank| &rank.d_weight),
-            d_bias: sum(|rank| &rank.d_bias),
-            running_mean: ranks[0].running_mean.clone(),
-            running_var: ranks[0].running_var.clone(),
-        }
-    }
+    })
+}
 
-    #[track_caller]
-    fn assert_close(&self, expected: &Self, what: &str) {
-        assert_close(&self.y, &expected.y, 1e-5, &format!("{what}: y"));
-        assert_close(&self.dx, &expected.dx, 1e-5, &format!("{what}: dx"));
-        assert_close(&self.d_weight, &expected.d_weight, 1e-5, &format!("{what}: dγ"));
-        assert_close(&self.d_bias, &expected.d_bias, 1e-5, &format!("{what}: dβ"));
-        assert_close(&self.running_mean, &expected.running_mean, 1e-5, &format!("{what}: running mean"));
-        assert_close(&self.running_var, &expected.running_var, 1e-5, &format!("{what}: running variance"));
+#[track_caller]
+fn assert_outcome(found: &Outcome, expected: &Outcome, what: &str) {
+    for ((found, expected), part) in found.iter().zip(expected).zip(PARTS) {
+        assert_close(found, expected, 1e-5, &format!("{what}: {part}"));
     }
 }
 
@@ -97,14 +76,14 @@ fn ranks_normalise_like_one_process_with_the_whole_batch() {
         let (x, dy) = ((tensor(shape, 1) + 2.0).unwrap(), tensor(shape, 2));
         let varmap = variables();
         let layer = batch_norm(3, config, builder(&varmap)).unwrap();
-        let expected = Outcome::of(&layer, &varmap, &x, &dy).unwrap();
+        let expected = outcome(&layer, &varmap, &x, &dy).unwrap();
         for split in SPLITS.into_iter().chain([&[9usize] as &[usize]]) {
             let outcomes = ranks(split.len(), |pg| {
                 let varmap = variables();
                 let layer = sync_batch_norm(&pg, 3, config, builder(&varmap))?;
-                Outcome::of(&layer, &varmap, &mine(&x, split, pg.rank()), &mine(&dy, split, pg.rank()))
+                outcome(&layer, &varmap, &mine(&x, split, pg.rank()), &mine(&dy, split, pg.rank()))
             });
-            Outcome::join(&outcomes).assert_close(&expected, &format!("{shape:?} as {split:?}, {config:?}"));
+            assert_outcome(&join(&outcomes), &expected, &format!("{shape:?} as {split:?}, {config:?}"));
         }
     }
 }
@@ -122,9 +101,9 @@ fn subgroups_normalise_their_own_batches() {
     let batch_of = |whole: &Tensor, group: usize| mine(whole, &[5, 4], group);
     let plain = |x: &Tensor, dy: &Tensor| {
         let varmap = variables();
-        Outcome::of(&batch_norm(3, 1e-5, builder(&varmap)).unwrap(), &varmap, x, dy).unwrap()
+        outcome(&batch_norm(3, 1e-5, builder(&varmap)).unwrap(), &varmap, x, dy).unwrap()
     };
-    let mut outcomes: Vec<_> = ranks(4, |pg| {
+    let outcomes = ranks(4, |pg| {
         // Every rank creates both groups and belongs to one of them.
         let groups = [pg.new_group(&GROUPS[0])?, pg.new_group(&GROUPS[1])?];
         let (number, group) = groups.into_iter().enumerate().find_map(|(i, group)| Some((i, group?))).unwrap();
@@ -132,23 +111,19 @@ fn subgroups_normalise_their_own_batches() {
         let varmap = variables();
         let layer = sync_batch_norm(&group, 3, 1e-5, builder(&varmap))?;
         let part = |whole| mine(&batch_of(whole, number), &GROUP_SPLITS[number], group.rank());
-        Outcome::of(&layer, &varmap, &part(&x), &part(&dy))
-    })
-    .into_iter()
-    .map(Some)
-    .collect();
+        outcome(&layer, &varmap, &part(&x), &part(&dy))
+    });
     let of_world = plain(&x, &dy);
     for (number, group) in GROUPS.iter().enumerate() {
-        let joined = Outcome::join(&group.map(|rank| outcomes[rank].take().unwrap()));
-        joined.assert_close(&plain(&batch_of(&x, number), &batch_of(&dy, number)), &format!("group {group:?}"));
-        let rows = number * 5 * 12..number * 5 * 12 + joined.y.len();
+        let joined = join(&group.map(|rank| outcomes[rank].clone()));
+        let expected = plain(&batch_of(&x, number), &batch_of(&dy, number));
+        assert_outcome(&joined, &expected, &format!("group {group:?}"));
+        let rows = number * 5 * 12..number * 5 * 12 + joined[0].len();
         let differ = |a: &[f32], b: &[f32]| a.iter().zip(b).any(|(a, b)| (a - b).abs() > 1e-3);
-        assert!(differ(&joined.y, &of_world.y[rows.clone()]), "group {group:?}: y must not be that of the world");
-        assert!(differ(&joined.dx, &of_world.dx[rows]), "group {group:?}: dx must not be that of the world");
-        assert!(
-            differ(&joined.running_mean, &of_world.running_mean),
-            "group {group:?}: the mean must not be that of the world"
-        );
+        // The outputs, the inputs' gradients and the mean must not be those of the world.
+        for (part, rows) in [(0, rows.clone()), (1, rows), (4, 0..3)] {
+            assert!(differ(&joined[part], &of_world[part][rows]), "group {group:?}: {}", PARTS[part]);
+        }
     }
 }
 
@@ -171,26 +146,14 @@ fn ranks_normalise_as_pytorch_does_with_the_whole_batch() {
             for name in ["weight", "bias"] {
                 var(&varmap, name).set(&golden[name])?;
             }
-            let outcome = Outcome::of(
-                &layer,
-                &varmap,
-                &mine(&golden["x"], &split, pg.rank()),
-                &mine(&golden["dy"], &split, pg.rank()),
-            )?;
+            let own = |name: &str| mine(&golden[name], &split, pg.rank());
+            let outcome = outcome(&layer, &varmap, &own("x"), &own("dy"))?;
             if pg.rank() == 0 {
                 *evaluated.lock().unwrap() = floats(&layer.forward_t(&golden["x"], false)?);
             }
             Ok(outcome)
         });
-        let expected = Outcome {
-            y: floats(&golden["y"]),
-            dx: floats(&golden["dx"]),
-            d_weight: floats(&golden["d_weight"]),
-            d_bias: floats(&golden["d_bias"]),
-            running_mean: floats(&golden["running_mean"]),
-            running_var: floats(&golden["running_var"]),
-        };
-        Outcome::join(&outcomes).assert_close(&expected, group);
+        assert_outcome(&join(&outcomes), &PARTS.map(|part| floats(&golden[part])), group);
         assert_close(&evaluated.into_inner().unwrap(), &floats(&golden["eval"]), 1e-5, "evaluation");
     }
 }
@@ -242,29 +205,16 @@ fn low_precision_inputs_have_statistics_in_f32() {
 }
 
 /// A network with two normalised layers.
-struct Net<N> {
-    first: Linear,
-    first_norm: N,
-    second: Linear,
-    second_norm: N,
-}
-
-impl<N: ModuleT> Net<N> {
-    fn new(vb: VarBuilder, norm: impl Fn(usize, VarBuilder) -> candle_core::Result<N>) -> candle_core::Result<Self> {
-        Ok(Self {
-            first: linear(4, 8, vb.pp("first"))?,
-            first_norm: norm(8, vb.pp("first_norm"))?,
-            second: linear(8, 3, vb.pp("second"))?,
-            second_norm: norm(3, vb.pp("second_norm"))?,
-        })
-    }
-}
-
-impl<N: ModuleT> ModuleT for Net<N> {
-    fn forward_t(&self, x: &Tensor, train: bool) -> candle_core::Result<Tensor> {
-        let x = self.first_norm.forward_t(&self.first.forward(x)?, train)?.tanh()?;
-        self.second_norm.forward_t(&self.second.forward(&x)?, train)
-    }
+fn net<N: ModuleT + Send + Sync + 'static>(
+    vb: VarBuilder,
+    norm: impl Fn(usize, VarBuilder) -> candle_core::Result<N>,
+) -> candle_core::Result<FuncT<'static>> {
+    let (first, first_norm) = (linear(4, 8, vb.pp("first"))?, norm(8, vb.pp("first_norm"))?);
+    let (second, second_norm) = (linear(8, 3, vb.pp("second"))?, norm(3, vb.pp("second_norm"))?);
+    Ok(func_t(move |x, train| {
+        let x = first_norm.forward_t(&first.forward(x)?, train)?.tanh()?;
+        second_norm.forward_t(&second.forward(&x)?, train)
+    }))
 }
 
 const STEPS: usize = 20;
@@ -283,18 +233,10 @@ fn finals(varmap: &VarMap) -> Vec<Vec<f32>> {
 
 /// Trains one process for 20 steps with the whole batch.
 fn train_plain(x: &Tensor, y: &Tensor) -> Result<Vec<Vec<f32>>> {
-    let varmap = VarMap::new();
-    let net: Net<candle_nn::BatchNorm> = Net::new(builder(&varmap), |size, vb| batch_norm(size, 1e-5, vb))?;
-    fill(&varmap, 7);
-    let trained = varmap
-        .data()
-        .lock()
-        .unwrap()
-        .iter()
-        .filter(|(name, _)| !name.contains("running"))
-        .map(|(_, var)| var.clone())
-        .collect();
-    let mut optimizer = SGD::new(trained, 0.1)?;
+    let (net, varmap) = plain(|vb| net(vb, |size, vb| batch_norm(size, 1e-5, vb)), DType::F32, 7);
+    let all = varmap.data().lock().unwrap().clone();
+    let trained = all.into_iter().filter(|(name, _)| !name.contains("running")).map(|(_, var)| var);
+    let mut optimizer = SGD::new(trained.collect(), 0.1)?;
     for _ in 0..STEPS {
         optimizer.backward_step(&(net.forward_t(x, true)? - y)?.sqr()?.mean_all()?)?;
     }
@@ -302,9 +244,7 @@ fn train_plain(x: &Tensor, y: &Tensor) -> Result<Vec<Vec<f32>>> {
 }
 
 fn train_ddp(pg: &ProcessGroup, x: &Tensor, y: &Tensor, split: &[usize]) -> Result<Vec<Vec<f32>>> {
-    let build = |vb: VarBuilder<'static>| -> candle_core::Result<Net<BatchNorm>> {
-        Net::new(vb, |size, vb| sync_batch_norm(pg, size, 1e-5, vb))
-    };
+    let build = |vb: VarBuilder<'static>| net(vb, |size, vb| sync_batch_norm(pg, size, 1e-5, vb));
     let (ddp, varmap) = filled(pg, build, tiny(), 7)?;
     let mut optimizer = SGD::new(ddp.parameters(), 0.1)?;
     // The mean of these over the ranks is the mean over the whole batch: ranks with more rows weigh more.

@@ -1,5 +1,5 @@
 //! Programs that choose their optimizer at run time.
-use crate::common::{assert_close, filled, floats, ranks, sharding, tensor};
+use crate::common::{assert_close, buckets, filled, floats, ranks, sharding, tensor};
 use candle_core::Module;
 use candle_ddp::amp::{GradScaler, GradScalerOptions};
 use candle_ddp::checkpoint::StateDict;
@@ -7,7 +7,7 @@ use candle_ddp::optim::{
     AdamW, Lamb, LrScheduler, Optimizer, ParameterGroup, ParamsAdamW, ParamsLamb, ParamsReduceLrOnPlateau, ParamsSgd,
     ParamsStepLr, ParamsWarmupCosine, ReduceLrOnPlateau, Schedule, Scheduler, Sgd, StepLr, ZeroRedundancyOptimizer,
 };
-use candle_ddp::{Buckets, DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result};
+use candle_ddp::{DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result};
 use candle_nn::{Linear, VarBuilder, linear};
 use std::path::Path;
 
@@ -15,11 +15,8 @@ type Ddp = DistributedDataParallel<[Linear; 2]>;
 
 fn wrap(pg: &ProcessGroup, kind: &str) -> Result<Ddp> {
     let net = |vb: VarBuilder| Ok::<_, Error>([linear(5, 7, vb.pp("a"))?, linear(7, 3, vb.pp("b"))?]);
-    let options = DdpOptions {
-        sharding: sharding(kind == "zero"),
-        buckets: Buckets { first_bucket_mb: 0.0001, bucket_cap_mb: 0.0001, ..Default::default() },
-        ..Default::default()
-    };
+    let buckets = buckets(0.0001, 0.0001);
+    let options = DdpOptions { sharding: sharding(kind == "zero"), buckets, ..Default::default() };
     Ok(filled(pg, net, options, 1)?.0)
 }
 

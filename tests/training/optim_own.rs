@@ -59,12 +59,8 @@ fn wrap(pg: &ProcessGroup, golden: &HashMap<String, Tensor>, zero: bool) -> Resu
         let init = Init::Const(0.);
         Ok((vb.get_with_hints((4, 3), "w", init)?, vb.get_with_hints(3, "b", init)?))
     };
-    let ddp = DistributedDataParallel::with_options(
-        pg,
-        &varmap,
-        build,
-        DdpOptions { sharding: sharding(zero), ..Default::default() },
-    )?;
+    let options = DdpOptions { sharding: sharding(zero), ..Default::default() };
+    let ddp = DistributedDataParallel::with_options(pg, &varmap, build, options)?;
     let (w, b) = split(&golden["lion.start"])?;
     let vars = varmap.data().lock().unwrap();
     vars["w"].set(&w)?;

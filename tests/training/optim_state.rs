@@ -132,21 +132,16 @@ fn the_state_of_another_model_is_refused_by_name() {
     other.remove("state.fc.bias.exp_avg_sq");
     assert_parameter_error(optimizer.load_state_dict(&other), "state.fc.bias.exp_avg_sq", "missing");
 
-    let mut other = state.clone();
-    other.insert("state.fc2.bias.step".to_string(), state["state.fc.bias.step"].clone());
-    assert_parameter_error(optimizer.load_state_dict(&other), "state.fc2.bias.step", "nothing here has that name");
-
-    let mut other = state.clone();
-    other.insert("state.fc.weight.exp_avg".to_string(), tensor(&[5, 3], 1));
-    assert_parameter_error(optimizer.load_state_dict(&other), "state.fc.weight.exp_avg", "f32[3, 5]");
-
-    let mut other = state.clone();
-    other.insert("state.fc.weight.exp_avg".to_string(), tensor(&[3, 5], 1).to_dtype(DType::F64).unwrap());
-    assert_parameter_error(optimizer.load_state_dict(&other), "state.fc.weight.exp_avg", "f64");
-
-    let mut other = state.clone();
-    other.insert("state.scale.step".to_string(), Tensor::new(&[-1i64], &Device::Cpu).unwrap());
-    assert_parameter_error(optimizer.load_state_dict(&other), "state.scale.step", "negative");
+    for (name, value, words) in [
+        ("state.fc2.bias.step", state["state.fc.bias.step"].clone(), "nothing here has that name"),
+        ("state.fc.weight.exp_avg", tensor(&[5, 3], 1), "f32[3, 5]"),
+        ("state.fc.weight.exp_avg", tensor(&[3, 5], 1).to_dtype(DType::F64).unwrap(), "f64"),
+        ("state.scale.step", Tensor::new(&[-1i64], &Device::Cpu).unwrap(), "negative"),
+    ] {
+        let mut other = state.clone();
+        other.insert(name.to_string(), value);
+        assert_parameter_error(optimizer.load_state_dict(&other), name, words);
+    }
 
     let mut lamb = Lamb::new(mine.clone(), ParamsLamb::default()).unwrap();
     assert_parameter_error(lamb.load_state_dict(&state), "kind", "AdamW");

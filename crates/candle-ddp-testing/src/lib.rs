@@ -43,4 +43,4 @@ pub use programs::{
 pub use random::Random;
 pub use skip::{skip, skip_unless};
 #[cfg(feature = "candle")]
-pub use tensors::{assert_close, bits, fill, floats, gradients, new_var, sine, tensor, values, var, waves};
+pub use tensors::{assert_close, bits, fill, floats, gradients, new_var, plain, sine, tensor, values, var, waves};

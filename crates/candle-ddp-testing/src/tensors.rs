@@ -1,7 +1,7 @@
 //! Values, tensors and variables.
 use candle_core::backprop::GradStore;
-use candle_core::{DType, Device, Tensor, Var};
-use candle_nn::VarMap;
+use candle_core::{DType, Device, Result, Tensor, Var};
+use candle_nn::{VarBuilder, VarMap};
 
 /// Returns reproducible values in -1..1, different for every seed.
 pub fn values(count: usize, seed: u64) -> Vec<f32> {
@@ -29,6 +29,15 @@ pub fn fill(varmap: &VarMap, seed: u64) {
         let value = value.to_device(var.device()).unwrap();
         var.set(&value).unwrap();
     }
+}
+
+/// Returns the model that `build` makes without DDP, and its variables: [`fill`] has set them.
+#[track_caller]
+pub fn plain<M>(build: impl FnOnce(VarBuilder<'static>) -> Result<M>, dtype: DType, seed: u64) -> (M, VarMap) {
+    let varmap = VarMap::new();
+    let model = build(VarBuilder::from_varmap(&varmap, dtype, &Device::Cpu)).unwrap();
+    fill(&varmap, seed);
+    (model, varmap)
 }
 
 /// Returns the elements in f32, whatever the dtype and the shape are.

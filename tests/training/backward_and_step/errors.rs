@@ -46,8 +46,8 @@ fn steps_without_averages_and_with_a_scaled_loss_are_refused() {
     with_virtual_ranks(2, 1, |pg| {
         let (ddp, _) = two(&pg, tiny())?;
         let mut optimizer = AdamW::new(&ddp, ParamsAdamW::default())?;
-        let error = ddp.backward_and_step(&loss_of_two(&ddp, || Ok(()))?, &mut optimizer).unwrap_err().to_string();
-        assert!(error.contains("one backward pass for each micro-batch"), "{error}");
+        let refused = ddp.backward_and_step(&loss_of_two(&ddp, || Ok(()))?, &mut optimizer);
+        assert_error(refused, &["one backward pass for each micro-batch"]);
         Ok(())
     })
     .unwrap();
@@ -176,8 +176,8 @@ fn after_a_failure_in_the_middle_an_optimizer_refuses_to_continue() {
         let changed: Vec<bool> = values_of(&ddp).iter().zip(&before).map(|(now, before)| now != before).collect();
         // The weight and the bias of the first layer are as before.
         assert!(changed[..2] == [false; 2] && changed[2..].contains(&true), "{changed:?}");
-        let error = ddp.backward_and_step(&loss_of_two(&ddp, || Ok(()))?, &mut counting).unwrap_err().to_string();
-        assert!(error.contains("failed after some parameters"), "{error}");
+        let refused = ddp.backward_and_step(&loss_of_two(&ddp, || Ok(()))?, &mut counting);
+        assert_error(refused, &["failed after some parameters"]);
         let Counting { optimizer, .. } = counting;
         assert_torn(&ddp, optimizer, &saved)
     });
@@ -226,8 +226,8 @@ fn an_error_of_the_optimizer_ends_the_group() {
             assert_error(ddp.backward_and_step(&loss_of_two(&ddp, || Ok(()))?, &mut optimizer), &["it has run out"]);
             assert_eq!(floats(&var(&varmap, "a.weight")), before);
             *rule.fails.lock().unwrap() = false;
-            let error = ddp.backward_and_step(&loss_of_two(&ddp, || Ok(()))?, &mut optimizer).unwrap_err().to_string();
-            assert!(error.contains("failed after some parameters"), "{error}");
+            let refused = ddp.backward_and_step(&loss_of_two(&ddp, || Ok(()))?, &mut optimizer);
+            assert_error(refused, &["failed after some parameters"]);
             // The state has a mark, and so does one that was loaded.
             let ended = pg.barrier().is_err();
             assert_eq!(ended, world_size > 1);

@@ -1,12 +1,11 @@
 //! A model's own methods, the model itself, and the second model for `no_grad`.
 use super::{images, ours, wrap};
-use crate::common::{assert_error, bits, fill, ranks, tensor, var};
+use crate::common::{assert_error, bits, fill, ranks, tensor, var, with_role};
 use candle_core::{Module, ModuleT, Tensor};
 use candle_ddp::nn::no_grad;
 use candle_ddp::optim::{Optimizer, ParamsSgd, Sgd};
 use candle_ddp::{DdpOptions, DistributedDataParallel, Error, Role};
-use candle_nn::{Init, Linear, VarBuilder, VarMap, linear};
-use std::sync::Arc;
+use candle_nn::{Init, Linear, VarBuilder, VarMap, func, linear};
 
 /// A model whose forward pass takes `&mut self`.
 struct Counting {
@@ -86,16 +85,12 @@ fn the_second_model_must_be_the_same() {
 /// Every role, a tied weight, and a model that was not built with DDP's VarBuilder.
 #[test]
 fn the_second_model_has_variables_of_every_role() {
-    struct Roles([Tensor; 4]);
-    impl Module for Roles {
-        fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
-            self.0.iter().try_fold(x.clone(), |x, tensor| x.broadcast_add(tensor)?.sin())
-        }
-    }
     let build = |vb: VarBuilder| {
         let get = |name| vb.get_with_hints(4, name, Init::Randn { mean: 0., stdev: 1. });
         assert_eq!(get("parameter")?.id(), get("parameter")?.id());
-        Ok::<_, candle_core::Error>(Roles([get("parameter")?, get("frozen")?, get("buffer")?, get("ignored")?]))
+        let all = [get("parameter")?, get("frozen")?, get("buffer")?, get("ignored")?];
+        let add = |x: Tensor, tensor: &Tensor| x.broadcast_add(tensor)?.sin();
+        Ok::<_, candle_core::Error>(func(move |x| all.iter().try_fold(x.clone(), add)))
     };
     let role = |name: &str| match name {
         "frozen" => Role::Frozen,
@@ -103,14 +98,13 @@ fn the_second_model_has_variables_of_every_role() {
         "ignored" => Role::Ignored,
         _ => Role::Parameter,
     };
-    let options = || DdpOptions { role: Arc::new(role), ..Default::default() };
     ranks(2, |pg| {
         let varmap = VarMap::new();
         let vb = VarBuilder::from_varmap(&varmap, candle_core::DType::F32, pg.device());
         let module = build(vb)?;
         let ddps = [
-            DistributedDataParallel::with_options(&pg, &varmap, build, options())?,
-            DistributedDataParallel::from_vars(&pg, module, &varmap, options())?,
+            DistributedDataParallel::with_options(&pg, &varmap, build, with_role(role))?,
+            DistributedDataParallel::from_vars(&pg, module, &varmap, with_role(role))?,
         ];
         for ddp in ddps {
             let ddp = ddp.with_no_grad_model(build)?;

@@ -165,16 +165,11 @@ fn a_checkpoint_computes_once_and_records_as_its_surroundings_do() {
 
 #[test]
 fn one_rank_may_evaluate_a_model_with_sync_batch_norm_alone() {
-    struct Synced(nn::Linear, nn::BatchNorm);
-    impl ModuleT for Synced {
-        fn forward_t(&self, x: &Tensor, train: bool) -> candle_core::Result<Tensor> {
-            self.1.forward_t(&self.0.forward(x)?, train)
-        }
-    }
     ranks(2, |pg| {
         let build = |vb: VarBuilder| {
             let norm = nn::sync_batch_norm(&pg, 3, 1e-5, vb.pp("norm"))?;
-            Ok::<_, candle_core::Error>(Synced(nn::linear(2, 3, vb.pp("fc"))?, norm))
+            let fc = nn::linear(2, 3, vb.pp("fc"))?;
+            Ok::<_, candle_core::Error>(nn::func_t(move |x, train| norm.forward_t(&fc.forward(x)?, train)))
         };
         let ddp = DistributedDataParallel::new(&pg, &VarMap::new(), build)?.with_no_grad_model(build)?;
         let x = tensor(&[4, 2], 1);
@@ -187,21 +182,19 @@ fn one_rank_may_evaluate_a_model_with_sync_batch_norm_alone() {
 }
 
 /// A layer that says whether its thread records.
-struct Records(nn::Linear);
-
-impl Module for Records {
-    fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
-        let recorded = self.0.forward(x)?;
+fn records(vb: VarBuilder) -> candle_core::Result<nn::Func<'static>> {
+    let layer = nn::linear(2, 3, vb)?;
+    Ok(nn::func(move |x| {
+        let recorded = layer.forward(x)?;
         assert_eq!(recorded.track_op(), is_grad_enabled());
         recorded * f64::from(u8::from(is_grad_enabled()))
-    }
+    }))
 }
 
 #[test]
 fn data_parallel_passes_the_state_to_its_threads() {
     let devices = [Device::Cpu, Device::Cpu];
-    let build = |vb: VarBuilder<'static>| Ok::<_, candle_core::Error>(Records(nn::linear(2, 3, vb)?));
-    let dp = DataParallel::new(&devices, &Device::Cpu, &VarMap::new(), build).unwrap();
+    let dp = DataParallel::new(&devices, &Device::Cpu, &VarMap::new(), records).unwrap();
     for x in [tensor(&[4, 2], 1), Var::from_tensor(&tensor(&[1, 2], 1)).unwrap().into_inner()] {
         let sum = |y: &Tensor| y.abs().unwrap().sum_all().unwrap().to_scalar::<f32>().unwrap();
         let recorded = dp.forward(&x).unwrap();
