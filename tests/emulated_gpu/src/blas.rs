@@ -1,6 +1,7 @@
 //! The matrix products of cuBLAS.
 use crate::count::count;
 use crate::memory::check;
+use crate::object::{create, destroyers};
 use crate::stream::push;
 use half::{bf16, f16};
 use std::ffi::{c_int, c_longlong, c_void};
@@ -27,29 +28,17 @@ struct Handle {
     has_device_scalars: AtomicBool,
 }
 
-/// # Safety
-/// The requirements are those of the cuBLAS function of the same name.
+destroyers!(cublasDestroy_v2: Handle);
+
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cublasCreate_v2(handle: *mut *mut c_void) -> Status {
     if crate::driver::context_device().is_none() {
         return 1; // NOT_INITIALIZED
     }
     // SAFETY: guaranteed by the caller.
-    unsafe { *handle = Box::into_raw(Box::new(Handle::default())).cast() };
-    SUCCESS
+    unsafe { create(handle, Handle::default()) }
 }
 
-/// # Safety
-/// The requirements are those of the cuBLAS function of the same name.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn cublasDestroy_v2(handle: *mut c_void) -> Status {
-    // SAFETY: the handle came from `cublasCreate_v2`.
-    drop(unsafe { Box::from_raw(handle.cast::<Handle>()) });
-    SUCCESS
-}
-
-/// # Safety
-/// The requirements are those of the cuBLAS function of the same name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cublasSetStream_v2(handle: *mut c_void, stream: *mut c_void) -> Status {
     // SAFETY: the handle came from `cublasCreate_v2`.
@@ -57,8 +46,6 @@ pub unsafe extern "C" fn cublasSetStream_v2(handle: *mut c_void, stream: *mut c_
     SUCCESS
 }
 
-/// # Safety
-/// The requirements are those of the cuBLAS function of the same name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cublasSetPointerMode_v2(handle: *mut c_void, mode: c_int) -> Status {
     // SAFETY: the handle came from `cublasCreate_v2`.
@@ -331,8 +318,6 @@ impl Product {
     }
 }
 
-/// # Safety
-/// The requirements are those of the cuBLAS function of the same name.
 #[unsafe(no_mangle)]
 #[allow(clippy::too_many_arguments)] // cuBLAS's
 pub unsafe extern "C" fn cublasGemmStridedBatchedEx(
@@ -394,8 +379,6 @@ pub unsafe extern "C" fn cublasGemmStridedBatchedEx(
     Product { m, n, k, batch, alpha, beta, a, b, c, epilogue: None }.put_on(stream as *mut c_void, || {})
 }
 
-/// # Safety
-/// The requirements are those of the cuBLAS function of the same name.
 #[unsafe(no_mangle)]
 #[allow(clippy::too_many_arguments)] // cuBLAS's
 pub unsafe extern "C" fn cublasDgemmStridedBatched(

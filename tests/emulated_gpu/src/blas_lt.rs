@@ -1,6 +1,7 @@
 //! The matrix products of cuBLASLt whose epilogues linear layers need.
 use crate::blas::{DType, Epilogue, Matrices, Product, SUCCESS, Scalar, Status};
 use crate::memory::check;
+use crate::object::{create, destroyers};
 use std::ffi::{c_int, c_void};
 
 const INVALID_VALUE: Status = 7;
@@ -62,24 +63,13 @@ pub struct Found {
     reserved: [c_int; 4],
 }
 
-/// # Safety
-/// `to` must be valid for a write.
-unsafe fn create<T>(to: *mut *mut c_void, value: T) -> Status {
-    // SAFETY: guaranteed by the caller.
-    unsafe { *to = Box::into_raw(Box::new(value)).cast() };
-    SUCCESS
-}
+destroyers!(
+    cublasLtDestroy: u64,
+    cublasLtMatrixLayoutDestroy: Layout,
+    cublasLtMatmulDescDestroy: Description,
+    cublasLtMatmulPreferenceDestroy: Preference
+);
 
-/// # Safety
-/// The object must have come from `create`.
-unsafe fn destroy<T>(object: *mut c_void) -> Status {
-    // SAFETY: guaranteed by the caller.
-    drop(unsafe { Box::from_raw(object.cast::<T>()) });
-    SUCCESS
-}
-
-/// # Safety
-/// The requirements are those of the cuBLASLt function of the same name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cublasLtCreate(handle: *mut *mut c_void) -> Status {
     if crate::driver::context_device().is_none() {
@@ -89,16 +79,6 @@ pub unsafe extern "C" fn cublasLtCreate(handle: *mut *mut c_void) -> Status {
     unsafe { create(handle, 0u64) }
 }
 
-/// # Safety
-/// The requirements are those of the cuBLASLt function of the same name.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn cublasLtDestroy(handle: *mut c_void) -> Status {
-    // SAFETY: guaranteed by the caller.
-    unsafe { destroy::<u64>(handle) }
-}
-
-/// # Safety
-/// The requirements are those of the cuBLASLt function of the same name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cublasLtMatrixLayoutCreate(
     layout: *mut *mut c_void,
@@ -113,16 +93,6 @@ pub unsafe extern "C" fn cublasLtMatrixLayoutCreate(
     unsafe { create(layout, Layout { dtype, rows, columns, leading }) }
 }
 
-/// # Safety
-/// The requirements are those of the cuBLASLt function of the same name.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn cublasLtMatrixLayoutDestroy(layout: *mut c_void) -> Status {
-    // SAFETY: guaranteed by the caller.
-    unsafe { destroy::<Layout>(layout) }
-}
-
-/// # Safety
-/// The requirements are those of the cuBLASLt function of the same name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cublasLtMatmulDescCreate(
     description: *mut *mut c_void,
@@ -136,16 +106,6 @@ pub unsafe extern "C" fn cublasLtMatmulDescCreate(
     unsafe { create(description, Description { compute, transposed: [false; 2], epilogue: 1, bias: 0 }) }
 }
 
-/// # Safety
-/// The requirements are those of the cuBLASLt function of the same name.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn cublasLtMatmulDescDestroy(description: *mut c_void) -> Status {
-    // SAFETY: guaranteed by the caller.
-    unsafe { destroy::<Description>(description) }
-}
-
-/// # Safety
-/// The requirements are those of the cuBLASLt function of the same name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cublasLtMatmulDescSetAttribute(
     description: *mut c_void,
@@ -184,24 +144,12 @@ unsafe fn read(value: *const c_void, size: usize) -> u64 {
     }
 }
 
-/// # Safety
-/// The requirements are those of the cuBLASLt function of the same name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cublasLtMatmulPreferenceCreate(preference: *mut *mut c_void) -> Status {
     // SAFETY: guaranteed by the caller.
     unsafe { create(preference, Preference { workspace: 0, reductions: 7, alignments: [256; 4] }) }
 }
 
-/// # Safety
-/// The requirements are those of the cuBLASLt function of the same name.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn cublasLtMatmulPreferenceDestroy(preference: *mut c_void) -> Status {
-    // SAFETY: guaranteed by the caller.
-    unsafe { destroy::<Preference>(preference) }
-}
-
-/// # Safety
-/// The requirements are those of the cuBLASLt function of the same name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cublasLtMatmulPreferenceSetAttribute(
     preference: *mut c_void,
@@ -226,9 +174,6 @@ pub unsafe extern "C" fn cublasLtMatmulPreferenceSetAttribute(
 }
 
 /// Offers one algorithm, which needs a workspace and the alignments that were promised.
-///
-/// # Safety
-/// The requirements are those of the cuBLASLt function of the same name.
 #[unsafe(no_mangle)]
 #[allow(clippy::too_many_arguments)] // cuBLASLt's
 pub unsafe extern "C" fn cublasLtMatmulAlgoGetHeuristic(
@@ -292,8 +237,6 @@ fn shapes(description: &Description, [a, b, c, d]: &[Layout; 4]) -> Option<[usiz
     (k == other_k && b.dtype == a.dtype && is_right(c) && is_right(d) && leads).then_some([m, n, k])
 }
 
-/// # Safety
-/// The requirements are those of the cuBLASLt function of the same name.
 #[unsafe(no_mangle)]
 #[allow(clippy::too_many_arguments)] // cuBLASLt's
 pub unsafe extern "C" fn cublasLtMatmul(

@@ -1,4 +1,5 @@
 //! CUDA's driver: devices, contexts and errors.
+use crate::object::give;
 use std::cell::Cell;
 use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_void};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
@@ -70,36 +71,26 @@ pub(crate) fn driver_lock() -> Option<MutexGuard<'static, ()>> {
     wanted.then(|| LOCK.lock().unwrap_or_else(PoisonError::into_inner))
 }
 
-/// # Safety
-/// The requirements are those of the CUDA function of the same name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuInit(_flags: c_uint) -> Answer {
     if visible().is_empty() { NO_DEVICE } else { SUCCESS }
 }
 
-/// # Safety
-/// The requirements are those of the CUDA function of the same name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuDeviceGetCount(count: *mut c_int) -> Answer {
     // SAFETY: guaranteed by the caller.
-    unsafe { *count = visible().len() as c_int };
-    SUCCESS
+    unsafe { give(count, visible().len() as c_int) }
 }
 
-/// # Safety
-/// The requirements are those of the CUDA function of the same name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuDeviceGet(device: *mut c_int, ordinal: c_int) -> Answer {
     if !known(ordinal) {
         return INVALID_DEVICE;
     }
     // SAFETY: guaranteed by the caller.
-    unsafe { *device = ordinal };
-    SUCCESS
+    unsafe { give(device, ordinal) }
 }
 
-/// # Safety
-/// The requirements are those of the CUDA function of the same name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuDeviceGetAttribute(value: *mut c_int, attribute: c_int, device: c_int) -> Answer {
     let Some(physical) = visible().get(device as usize) else { return INVALID_DEVICE };
@@ -119,12 +110,9 @@ pub unsafe extern "C" fn cuDeviceGetAttribute(value: *mut c_int, attribute: c_in
         other => fatal(&format!("cuDeviceGetAttribute: attribute {other} is not supported")),
     };
     // SAFETY: guaranteed by the caller.
-    unsafe { *value = answer };
-    SUCCESS
+    unsafe { give(value, answer) }
 }
 
-/// # Safety
-/// The requirements are those of the CUDA function of the same name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuDeviceGetName(name: *mut c_char, length: c_int, device: c_int) -> Answer {
     let Some(physical) = visible().get(device as usize) else { return INVALID_VALUE };
@@ -144,8 +132,6 @@ fn is_split() -> bool {
     std::env::var_os("EMULATED_GPU_MIG").is_some()
 }
 
-/// # Safety
-/// The requirements are those of the CUDA function of the same name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuDeviceGetUuid_v2(uuid: *mut [u8; 16], device: c_int) -> Answer {
     let Some(physical) = visible().get(device as usize) else { return INVALID_DEVICE };
@@ -154,44 +140,32 @@ pub unsafe extern "C" fn cuDeviceGetUuid_v2(uuid: *mut [u8; 16], device: c_int) 
     SUCCESS
 }
 
-/// # Safety
-/// The requirements are those of the CUDA function of the same name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuDevicePrimaryCtxRetain(handle: *mut *mut c_void, device: c_int) -> Answer {
     if !known(device) {
         return INVALID_DEVICE;
     }
     // SAFETY: guaranteed by the caller.
-    unsafe { *handle = context(device) };
-    SUCCESS
+    unsafe { give(handle, context(device)) }
 }
 
-/// # Safety
-/// The requirements are those of the CUDA function of the same name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuDevicePrimaryCtxRelease_v2(device: c_int) -> Answer {
     if known(device) { SUCCESS } else { INVALID_DEVICE }
 }
 
-/// # Safety
-/// The requirements are those of the CUDA function of the same name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuCtxSetCurrent(handle: *mut c_void) -> Answer {
     CURRENT.set(handle);
     SUCCESS
 }
 
-/// # Safety
-/// The requirements are those of the CUDA function of the same name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuCtxGetCurrent(handle: *mut *mut c_void) -> Answer {
     // SAFETY: guaranteed by the caller.
-    unsafe { *handle = CURRENT.get() };
-    SUCCESS
+    unsafe { give(handle, CURRENT.get()) }
 }
 
-/// # Safety
-/// The requirements are those of the CUDA function of the same name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuCtxSynchronize() -> Answer {
     let Some(device) = context_device() else { return INVALID_CONTEXT };
@@ -217,17 +191,12 @@ fn describe(error: Answer) -> &'static CStr {
     }
 }
 
-/// # Safety
-/// The requirements are those of the CUDA function of the same name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuGetErrorName(error: c_int, text: *mut *const c_char) -> Answer {
     // SAFETY: guaranteed by the caller.
-    unsafe { *text = describe(error).as_ptr() };
-    SUCCESS
+    unsafe { give(text, describe(error).as_ptr()) }
 }
 
-/// # Safety
-/// The requirements are those of the CUDA function of the same name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuGetErrorString(error: c_int, text: *mut *const c_char) -> Answer {
     // SAFETY: guaranteed by the caller.

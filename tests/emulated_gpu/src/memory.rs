@@ -3,6 +3,7 @@ use crate::count::{ALLOCATION, count};
 use crate::driver::{
     Answer, INVALID_CONTEXT, INVALID_HANDLE, INVALID_VALUE, OUT_OF_MEMORY, SUCCESS, context_device, driver_lock, fatal,
 };
+use crate::object::give;
 use crate::stream::{Origin, find, is_idle, push};
 use std::alloc::{Layout, alloc, dealloc};
 use std::collections::{BTreeMap, VecDeque};
@@ -130,8 +131,6 @@ pub(crate) fn check_argument(value: u64, kernel: &str) {
     }
 }
 
-/// # Safety
-/// The requirements are those of the CUDA function of the same name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuMemAllocAsync(address: *mut u64, bytes: usize, stream: *mut c_void) -> Answer {
     if find(stream).is_none() {
@@ -157,8 +156,6 @@ pub unsafe extern "C" fn cuMemAllocAsync(address: *mut u64, bytes: usize, stream
     })
 }
 
-/// # Safety
-/// The requirements are those of the CUDA function of the same name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuMemFreeAsync(address: u64, stream: *mut c_void) -> Answer {
     let free = move || {
@@ -174,8 +171,6 @@ pub unsafe extern "C" fn cuMemFreeAsync(address: u64, stream: *mut c_void) -> An
     push(stream, free)
 }
 
-/// # Safety
-/// The requirements are those of the CUDA function of the same name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuMemAlloc_v2(address: *mut u64, bytes: usize) -> Answer {
     if bytes == 0 {
@@ -187,12 +182,9 @@ pub unsafe extern "C" fn cuMemAlloc_v2(address: *mut u64, bytes: usize) -> Answe
     count(ALLOCATION, bytes);
     let Some(start) = allocate(bytes) else { return OUT_OF_MEMORY };
     // SAFETY: guaranteed by the caller.
-    unsafe { *address = start as u64 };
-    SUCCESS
+    unsafe { give(address, start as u64) }
 }
 
-/// # Safety
-/// The requirements are those of the CUDA function of the same name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuMemFree_v2(address: u64) -> Answer {
     let Some(device) = context_device() else { return INVALID_CONTEXT };
@@ -202,8 +194,6 @@ pub unsafe extern "C" fn cuMemFree_v2(address: u64) -> Answer {
     SUCCESS
 }
 
-/// # Safety
-/// The requirements are those of the CUDA function of the same name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize) -> Answer {
     let all = crate::pool::size();
@@ -213,8 +203,6 @@ pub unsafe extern "C" fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize) ->
     SUCCESS
 }
 
-/// # Safety
-/// The requirements are those of the CUDA function of the same name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuMemsetD8Async(address: u64, value: c_uchar, bytes: usize, stream: *mut c_void) -> Answer {
     count("memset", bytes);
@@ -225,8 +213,6 @@ pub unsafe extern "C" fn cuMemsetD8Async(address: u64, value: c_uchar, bytes: us
     })
 }
 
-/// # Safety
-/// The requirements are those of the CUDA function of the same name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuMemHostAlloc(address: *mut *mut c_void, bytes: usize, _flags: c_uint) -> Answer {
     if context_device().is_none() {
@@ -246,12 +232,9 @@ pub unsafe extern "C" fn cuMemHostAlloc(address: *mut *mut c_void, bytes: usize,
     };
     PINNED.lock().unwrap_or_else(PoisonError::into_inner).insert(start as usize, bytes);
     // SAFETY: guaranteed by the caller.
-    unsafe { *address = start.cast() };
-    SUCCESS
+    unsafe { give(address, start.cast()) }
 }
 
-/// # Safety
-/// The requirements are those of the CUDA function of the same name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuMemFreeHost(address: *mut c_void) -> Answer {
     match PINNED.lock().unwrap_or_else(PoisonError::into_inner).remove(&(address as usize)) {
@@ -269,9 +252,6 @@ pub unsafe extern "C" fn cuMemFreeHost(address: *mut c_void) -> Answer {
 
 /// Copies from host memory. The stream reads pinned memory when it comes to it, and must find it there; other memory is read at
 /// once, and the stream writes it.
-///
-/// # Safety
-/// The requirements are those of the CUDA function of the same name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuMemcpyHtoDAsync_v2(
     address: u64,
@@ -309,9 +289,6 @@ pub unsafe extern "C" fn cuMemcpyHtoDAsync_v2(
 }
 
 /// Copies to host memory. The stream writes pinned memory when it comes to it, and must find it there; with other memory, the host waits.
-///
-/// # Safety
-/// The requirements are those of the CUDA function of the same name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuMemcpyDtoHAsync_v2(
     host: *mut c_void,
@@ -342,8 +319,6 @@ pub unsafe extern "C" fn cuMemcpyDtoHAsync_v2(
     SUCCESS
 }
 
-/// # Safety
-/// The requirements are those of the CUDA function of the same name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuMemcpyDtoDAsync_v2(to: u64, from: u64, bytes: usize, stream: *mut c_void) -> Answer {
     count("copy", bytes);
@@ -362,8 +337,6 @@ pub unsafe extern "C" fn cuMemcpyDtoDAsync_v2(to: u64, from: u64, bytes: usize, 
     })
 }
 
-/// # Safety
-/// The requirements are those of the CUDA function of the same name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuMemcpyPeerAsync(
     to: u64,

@@ -1,10 +1,11 @@
 //! Modules and kernels.
 use crate::count::count;
 use crate::driver::{
-    Answer, INVALID_CONTEXT, INVALID_HANDLE, INVALID_IMAGE, INVALID_VALUE, NOT_FOUND, SUCCESS, context_device,
-    driver_lock, fatal,
+    Answer, INVALID_CONTEXT, INVALID_HANDLE, INVALID_IMAGE, INVALID_VALUE, NOT_FOUND, context_device, driver_lock,
+    fatal,
 };
 use crate::memory::check_argument;
+use crate::object::{create, destroyers, give};
 use crate::ptx::{Kernel, entries};
 use crate::stream::{find, push, synchronize_device};
 use std::collections::{HashMap, HashSet};
@@ -56,8 +57,9 @@ pub(crate) fn await_gpu() {
     }
 }
 
-/// # Safety
-/// The requirements are those of the CUDA function of the same name; the image must be PTX text.
+destroyers!(cuModuleUnload: Module);
+
+/// The image must be PTX text.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuModuleLoadData(handle: *mut *mut c_void, image: *const c_void) -> Answer {
     if context_device().is_none() {
@@ -70,23 +72,10 @@ pub unsafe extern "C" fn cuModuleLoadData(handle: *mut *mut c_void, image: *cons
         return INVALID_IMAGE;
     }
     await_gpu();
-    let module = Box::new(Module { ptx: ptx.to_string(), names, functions: Mutex::default() });
     // SAFETY: guaranteed by the caller.
-    unsafe { *handle = Box::into_raw(module).cast() };
-    SUCCESS
+    unsafe { create(handle, Module { ptx: ptx.to_string(), names, functions: Mutex::default() }) }
 }
 
-/// # Safety
-/// The requirements are those of the CUDA function of the same name.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuModuleUnload(handle: *mut c_void) -> Answer {
-    // SAFETY: the handle came from `cuModuleLoadData`.
-    drop(unsafe { Box::from_raw(handle.cast::<Module>()) });
-    SUCCESS
-}
-
-/// # Safety
-/// The requirements are those of the CUDA function of the same name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuModuleGetFunction(
     function: *mut *mut c_void,
@@ -100,12 +89,9 @@ pub unsafe extern "C" fn cuModuleGetFunction(
         return NOT_FOUND;
     }
     // SAFETY: guaranteed by the caller.
-    unsafe { *function = std::ptr::from_ref(module.function(name)).cast_mut().cast() };
-    SUCCESS
+    unsafe { give(function, std::ptr::from_ref(module.function(name)).cast_mut().cast()) }
 }
 
-/// # Safety
-/// The requirements are those of the CUDA function of the same name.
 #[unsafe(no_mangle)]
 #[allow(clippy::too_many_arguments)] // CUDA's
 pub unsafe extern "C" fn cuLaunchKernel(

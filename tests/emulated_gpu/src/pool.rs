@@ -2,6 +2,7 @@
 //!
 //! With `EMULATED_GPU_MEMORY`, it and NCCL's communicators share so many bytes. Memory that was freed stays in the pool until a synchronisation, which returns what exceeds the release threshold.
 use crate::driver::{Answer, INVALID_VALUE, SUCCESS};
+use crate::object::give;
 use std::collections::HashMap;
 use std::ffi::{c_int, c_void};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
@@ -84,25 +85,18 @@ pub(crate) fn synchronized() {
     }
 }
 
-/// # Safety
-/// The requirements are those of the CUDA function of the same name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuDeviceGetDefaultMemPool(handle: *mut *mut c_void, _device: c_int) -> Answer {
     // SAFETY: guaranteed by the caller.
-    unsafe { *handle = std::ptr::dangling_mut::<Pool>().cast() };
-    SUCCESS
+    unsafe { give(handle, std::ptr::dangling_mut::<Pool>().cast()) }
 }
 
-/// # Safety
-/// The requirements are those of the CUDA function of the same name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuDeviceGetMemPool(handle: *mut *mut c_void, device: c_int) -> Answer {
     // SAFETY: guaranteed by the caller.
     unsafe { cuDeviceGetDefaultMemPool(handle, device) }
 }
 
-/// # Safety
-/// The requirements are those of the CUDA function of the same name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuMemPoolSetAttribute(_pool: *mut c_void, attribute: c_int, value: *mut c_void) -> Answer {
     if attribute != RELEASE_THRESHOLD {
@@ -113,8 +107,6 @@ pub unsafe extern "C" fn cuMemPoolSetAttribute(_pool: *mut c_void, attribute: c_
     SUCCESS
 }
 
-/// # Safety
-/// The requirements are those of the CUDA function of the same name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuMemPoolTrimTo(_pool: *mut c_void, bytes: usize) -> Answer {
     let mut pool = pool();
@@ -122,8 +114,6 @@ pub unsafe extern "C" fn cuMemPoolTrimTo(_pool: *mut c_void, bytes: usize) -> An
     SUCCESS
 }
 
-/// # Safety
-/// The requirements are those of the CUDA function of the same name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuMemPoolGetAttribute(_pool: *mut c_void, attribute: c_int, value: *mut c_void) -> Answer {
     let pool = pool();

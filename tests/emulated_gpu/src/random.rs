@@ -1,6 +1,7 @@
 //! cuRAND's random numbers, with the same distributions as cuRAND's but different values.
 use crate::count::count as calls;
 use crate::memory::check;
+use crate::object::{create, destroyers};
 use crate::stream::push;
 use std::ffi::{c_int, c_ulonglong, c_void};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -70,26 +71,14 @@ unsafe fn fill<T: Copy + 'static>(
     if pushed == 0 { SUCCESS } else { LAUNCH_FAILURE }
 }
 
-/// # Safety
-/// The requirements are those of the cuRAND function of the same name.
+destroyers!(curandDestroyGenerator: Mutex<Generator>);
+
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn curandCreateGenerator(handle: *mut *mut c_void, _kind: c_int) -> Status {
     // SAFETY: guaranteed by the caller.
-    unsafe { *handle = Box::into_raw(Box::<Mutex<Generator>>::default()).cast() };
-    SUCCESS
+    unsafe { create(handle, Mutex::new(Generator::default())) }
 }
 
-/// # Safety
-/// The requirements are those of the cuRAND function of the same name.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn curandDestroyGenerator(handle: *mut c_void) -> Status {
-    // SAFETY: the handle came from `curandCreateGenerator`.
-    drop(unsafe { Box::from_raw(handle.cast::<Mutex<Generator>>()) });
-    SUCCESS
-}
-
-/// # Safety
-/// The requirements are those of the cuRAND function of the same name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn curandSetStream(handle: *mut c_void, stream: *mut c_void) -> Status {
     // SAFETY: guaranteed by the caller.
@@ -97,8 +86,6 @@ pub unsafe extern "C" fn curandSetStream(handle: *mut c_void, stream: *mut c_voi
     SUCCESS
 }
 
-/// # Safety
-/// The requirements are those of the cuRAND function of the same name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn curandSetPseudoRandomGeneratorSeed(handle: *mut c_void, seed: c_ulonglong) -> Status {
     // SAFETY: guaranteed by the caller.
@@ -106,8 +93,6 @@ pub unsafe extern "C" fn curandSetPseudoRandomGeneratorSeed(handle: *mut c_void,
     SUCCESS
 }
 
-/// # Safety
-/// The requirements are those of the cuRAND function of the same name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn curandSetGeneratorOffset(handle: *mut c_void, offset: c_ulonglong) -> Status {
     // SAFETY: guaranteed by the caller.
@@ -115,24 +100,18 @@ pub unsafe extern "C" fn curandSetGeneratorOffset(handle: *mut c_void, offset: c
     SUCCESS
 }
 
-/// # Safety
-/// The requirements are those of the cuRAND function of the same name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn curandGenerateUniform(handle: *mut c_void, output: *mut f32, count: usize) -> Status {
     // SAFETY: guaranteed by the caller.
     unsafe { fill(handle, output, count, |generator, index| generator.uniform(index) as f32) }
 }
 
-/// # Safety
-/// The requirements are those of the cuRAND function of the same name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn curandGenerateUniformDouble(handle: *mut c_void, output: *mut f64, count: usize) -> Status {
     // SAFETY: guaranteed by the caller.
     unsafe { fill(handle, output, count, Generator::uniform) }
 }
 
-/// # Safety
-/// The requirements are those of the cuRAND function of the same name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn curandGenerateNormal(
     handle: *mut c_void,
@@ -148,8 +127,6 @@ pub unsafe extern "C" fn curandGenerateNormal(
     unsafe { fill(handle, output, count, move |generator, index| mean + stddev * generator.normal(index) as f32) }
 }
 
-/// # Safety
-/// The requirements are those of the cuRAND function of the same name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn curandGenerateNormalDouble(
     handle: *mut c_void,

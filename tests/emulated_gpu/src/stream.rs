@@ -1,6 +1,7 @@
 //! Streams, which are queues of work with a thread each, and events, which are marks in them.
 use crate::count::{EARLY_WAIT, WAIT, count};
 use crate::driver::{Answer, INVALID_CONTEXT, INVALID_HANDLE, NOT_READY, SUCCESS, context_device, driver_lock, fatal};
+use crate::object::{create, destroyers, give};
 use std::backtrace::Backtrace;
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -209,8 +210,8 @@ pub(crate) fn push(handle: *mut c_void, job: impl FnOnce() + Send + 'static) -> 
     SUCCESS
 }
 
-/// # Safety
-/// The requirements are those of the CUDA function of the same name.
+destroyers!(cuEventDestroy_v2: Event);
+
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuStreamCreate(handle: *mut *mut c_void, _flags: c_uint) -> Answer {
     let Some(device) = context_device() else { return INVALID_CONTEXT };
@@ -218,12 +219,9 @@ pub unsafe extern "C" fn cuStreamCreate(handle: *mut *mut c_void, _flags: c_uint
     let address = Arc::as_ptr(&stream).cast_mut().cast();
     streams().created.insert(address as usize, stream);
     // SAFETY: guaranteed by the caller.
-    unsafe { *handle = address };
-    SUCCESS
+    unsafe { give(handle, address) }
 }
 
-/// # Safety
-/// The requirements are those of the CUDA function of the same name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuStreamCreateWithPriority(
     handle: *mut *mut c_void,
@@ -234,8 +232,6 @@ pub unsafe extern "C" fn cuStreamCreateWithPriority(
     unsafe { cuStreamCreate(handle, flags) }
 }
 
-/// # Safety
-/// The requirements are those of the CUDA function of the same name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuCtxGetStreamPriorityRange(least: *mut c_int, greatest: *mut c_int) -> Answer {
     if context_device().is_none() {
@@ -246,15 +242,11 @@ pub unsafe extern "C" fn cuCtxGetStreamPriorityRange(least: *mut c_int, greatest
     SUCCESS
 }
 
-/// # Safety
-/// The requirements are those of the CUDA function of the same name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuStreamDestroy_v2(handle: *mut c_void) -> Answer {
     if streams().created.remove(&(handle as usize)).is_some() { SUCCESS } else { INVALID_HANDLE }
 }
 
-/// # Safety
-/// The requirements are those of the CUDA function of the same name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuStreamSynchronize(handle: *mut c_void) -> Answer {
     let Some(stream) = find(handle) else { return INVALID_HANDLE };
@@ -264,16 +256,13 @@ pub unsafe extern "C" fn cuStreamSynchronize(handle: *mut c_void) -> Answer {
     SUCCESS
 }
 
-/// # Safety
-/// The requirements are those of the CUDA function of the same name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuStreamIsCapturing(handle: *mut c_void, status: *mut c_int) -> Answer {
     if find(handle).is_none() {
         return INVALID_HANDLE;
     }
     // SAFETY: guaranteed by the caller. Nothing is ever captured.
-    unsafe { *status = 0 };
-    SUCCESS
+    unsafe { give(status, 0) }
 }
 
 /// An event with its latest mark, if it was recorded.
@@ -282,15 +271,11 @@ struct Event {
     mark: Mutex<Option<Arc<Mark>>>,
 }
 
-/// # Safety
-/// The requirements are those of the CUDA function of the same name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuEventCreate(handle: *mut *mut c_void, _flags: c_uint) -> Answer {
     let Some(device) = context_device() else { return INVALID_CONTEXT };
-    let event = Box::new(Event { device, mark: Mutex::default() });
     // SAFETY: guaranteed by the caller.
-    unsafe { *handle = Box::into_raw(event).cast() };
-    SUCCESS
+    unsafe { create(handle, Event { device, mark: Mutex::default() }) }
 }
 
 /// # Safety
@@ -300,17 +285,6 @@ unsafe fn event<'a>(handle: *mut c_void) -> &'a Event {
     unsafe { &*handle.cast::<Event>() }
 }
 
-/// # Safety
-/// The requirements are those of the CUDA function of the same name.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn cuEventDestroy_v2(handle: *mut c_void) -> Answer {
-    // SAFETY: guaranteed by the caller; streams hold the mark, not the event.
-    drop(unsafe { Box::from_raw(handle.cast::<Event>()) });
-    SUCCESS
-}
-
-/// # Safety
-/// The requirements are those of the CUDA function of the same name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuEventRecord(handle: *mut c_void, stream: *mut c_void) -> Answer {
     // SAFETY: guaranteed by the caller.
@@ -320,8 +294,6 @@ pub unsafe extern "C" fn cuEventRecord(handle: *mut c_void, stream: *mut c_void)
     SUCCESS
 }
 
-/// # Safety
-/// The requirements are those of the CUDA function of the same name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuEventQuery(handle: *mut c_void) -> Answer {
     let _lock = driver_lock();
@@ -330,8 +302,6 @@ pub unsafe extern "C" fn cuEventQuery(handle: *mut c_void) -> Answer {
     if mark.is_none_or(|mark| mark.time().is_some()) { SUCCESS } else { NOT_READY }
 }
 
-/// # Safety
-/// The requirements are those of the CUDA function of the same name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuEventSynchronize(handle: *mut c_void) -> Answer {
     // SAFETY: guaranteed by the caller.
@@ -344,8 +314,6 @@ pub unsafe extern "C" fn cuEventSynchronize(handle: *mut c_void) -> Answer {
     SUCCESS
 }
 
-/// # Safety
-/// The requirements are those of the CUDA function of the same name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuEventElapsedTime_v2(milliseconds: *mut f32, start: *mut c_void, end: *mut c_void) -> Answer {
     // SAFETY: guaranteed by the caller.
@@ -353,12 +321,9 @@ pub unsafe extern "C" fn cuEventElapsedTime_v2(milliseconds: *mut f32, start: *m
     let [Some(start), Some(end)] = marks else { return INVALID_HANDLE };
     let (Some(start), Some(end)) = (start.time(), end.time()) else { return NOT_READY };
     // SAFETY: guaranteed by the caller.
-    unsafe { *milliseconds = end.saturating_duration_since(start).as_secs_f32() * 1e3 };
-    SUCCESS
+    unsafe { give(milliseconds, end.saturating_duration_since(start).as_secs_f32() * 1e3) }
 }
 
-/// # Safety
-/// The requirements are those of the CUDA function of the same name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuStreamWaitEvent(stream: *mut c_void, handle: *mut c_void, _flags: c_uint) -> Answer {
     // SAFETY: guaranteed by the caller.

@@ -1,6 +1,7 @@
 //! Descriptors of tensors, filters and convolutions.
 use super::{BAD_PARAM, NOT_SUPPORTED, SUCCESS, Status};
 use crate::blas::DType;
+use crate::object::create;
 use std::ffi::{c_int, c_void};
 
 const NCHW: c_int = 0;
@@ -59,18 +60,13 @@ fn sizes<const N: usize>(values: [c_int; N], least: c_int) -> Option<[usize; N]>
 /// Functions that make and destroy descriptors.
 macro_rules! descriptor {
     ($create:ident, $destroy:ident, $Type:ty, $initial:expr) => {
-        /// # Safety
-        /// The requirements are those of the cuDNN function of the same name.
         #[unsafe(no_mangle)]
         pub unsafe extern "C" fn $create(descriptor: *mut *mut c_void) -> Status {
             let initial: $Type = $initial;
             // SAFETY: guaranteed by the caller.
-            unsafe { *descriptor = Box::into_raw(Box::new(initial)).cast() };
-            SUCCESS
+            unsafe { create(descriptor, initial) }
         }
 
-        /// # Safety
-        /// The requirements are those of the cuDNN function of the same name.
         #[unsafe(no_mangle)]
         pub unsafe extern "C" fn $destroy(descriptor: *mut c_void) -> Status {
             // SAFETY: the descriptor came from the function that creates it.
@@ -101,8 +97,6 @@ unsafe fn describe(descriptor: *mut c_void, format: c_int, number: c_int, values
     SUCCESS
 }
 
-/// # Safety
-/// The requirements are those of the cuDNN function of the same name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cudnnSetTensor4dDescriptor(
     descriptor: *mut c_void,
@@ -117,8 +111,6 @@ pub unsafe extern "C" fn cudnnSetTensor4dDescriptor(
     unsafe { describe(descriptor, format, dtype, [n, c, h, w]) }
 }
 
-/// # Safety
-/// The requirements are those of the cuDNN function of the same name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cudnnSetFilter4dDescriptor(
     descriptor: *mut c_void,
@@ -133,8 +125,6 @@ pub unsafe extern "C" fn cudnnSetFilter4dDescriptor(
     unsafe { describe(descriptor, format, dtype, [k, c, h, w]) }
 }
 
-/// # Safety
-/// The requirements are those of the cuDNN function of the same name.
 #[unsafe(no_mangle)]
 #[allow(clippy::too_many_arguments)] // cuDNN's
 pub unsafe extern "C" fn cudnnSetConvolution2dDescriptor(
@@ -159,8 +149,6 @@ pub unsafe extern "C" fn cudnnSetConvolution2dDescriptor(
     SUCCESS
 }
 
-/// # Safety
-/// The requirements are those of the cuDNN function of the same name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cudnnSetConvolutionGroupCount(descriptor: *mut c_void, groups: c_int) -> Status {
     let Some([groups]) = sizes([groups], 1) else { return BAD_PARAM };
@@ -169,8 +157,6 @@ pub unsafe extern "C" fn cudnnSetConvolutionGroupCount(descriptor: *mut c_void, 
     SUCCESS
 }
 
-/// # Safety
-/// The requirements are those of the cuDNN function of the same name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cudnnSetConvolutionMathType(descriptor: *mut c_void, math: c_int) -> Status {
     // SAFETY: guaranteed by the caller.

@@ -7,6 +7,7 @@ use crate::blas::DType;
 use crate::count::count;
 use crate::driver::context_device;
 use crate::memory::check;
+use crate::object::{create, destroyers, give};
 use crate::stream::push;
 use calculate::calculate;
 use descriptors::{Convolution, Tensor};
@@ -33,34 +34,22 @@ enum Kind {
     BackwardFilter,
 }
 
+destroyers!(cudnnDestroy: Handle);
+
 #[unsafe(no_mangle)]
 pub extern "C" fn cudnnGetVersion() -> usize {
     92_100
 }
 
-/// # Safety
-/// The requirements are those of the cuDNN function of the same name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cudnnCreate(handle: *mut *mut c_void) -> Status {
     if context_device().is_none() {
         return NOT_INITIALIZED;
     }
     // SAFETY: guaranteed by the caller.
-    unsafe { *handle = Box::into_raw(Box::new(Handle(AtomicUsize::new(0)))).cast() };
-    SUCCESS
+    unsafe { create(handle, Handle(AtomicUsize::new(0))) }
 }
 
-/// # Safety
-/// The requirements are those of the cuDNN function of the same name.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn cudnnDestroy(handle: *mut c_void) -> Status {
-    // SAFETY: the handle came from `cudnnCreate`.
-    drop(unsafe { Box::from_raw(handle.cast::<Handle>()) });
-    SUCCESS
-}
-
-/// # Safety
-/// The requirements are those of the cuDNN function of the same name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cudnnSetStream(handle: *mut c_void, stream: *mut c_void) -> Status {
     // SAFETY: the handle came from `cudnnCreate`.
@@ -184,8 +173,7 @@ unsafe fn candidates(
         unsafe { results.add(index).write(candidate) };
     }
     // SAFETY: guaranteed by the caller.
-    unsafe { *returned = count as c_int };
-    SUCCESS
+    unsafe { give(returned, count as c_int) }
 }
 
 /// Data, and the factors of the new result and of the old one.
@@ -253,8 +241,6 @@ macro_rules! convolution {
         $kind:expr, $algorithms:ident, $workspace:ident, $run:ident, [$a:ident, $b:ident, $c:ident, $d:ident],
         ($first:ident $first_desc:ident, $second:ident $second_desc:ident, $result:ident $result_desc:ident)
     ) => {
-        /// # Safety
-        /// The requirements are those of the cuDNN function of the same name.
         #[unsafe(no_mangle)]
         #[allow(clippy::too_many_arguments)] // cuDNN's
         pub unsafe extern "C" fn $algorithms(
@@ -273,8 +259,6 @@ macro_rules! convolution {
             }
         }
 
-        /// # Safety
-        /// The requirements are those of the cuDNN function of the same name.
         #[unsafe(no_mangle)]
         pub unsafe extern "C" fn $workspace(
             _handle: *mut c_void,
@@ -286,12 +270,9 @@ macro_rules! convolution {
             bytes: *mut usize,
         ) -> Status {
             // SAFETY: guaranteed by the caller.
-            unsafe { *bytes = Problem::read($x_desc, $w_desc, $y_desc, $convolution).workspace($kind) };
-            SUCCESS
+            unsafe { give(bytes, Problem::read($x_desc, $w_desc, $y_desc, $convolution).workspace($kind)) }
         }
 
-        /// # Safety
-        /// The requirements are those of the cuDNN function of the same name.
         #[unsafe(no_mangle)]
         #[allow(clippy::too_many_arguments)] // cuDNN's
         pub unsafe extern "C" fn $run(

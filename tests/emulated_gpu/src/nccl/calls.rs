@@ -1,5 +1,5 @@
-//! NCCL's functions for collectives, messages and groups. Their safety requirements are those of NCCL's functions.
-#![allow(clippy::missing_safety_doc, clippy::too_many_arguments)]
+//! NCCL's functions for collectives, messages and groups.
+#![allow(clippy::too_many_arguments)]
 use super::communicator::Communicator;
 use super::ffi::{answer, invalid, visit};
 use super::handles::Handle;
@@ -7,6 +7,7 @@ use super::job::Queued;
 use super::wire::{Call, Dtype, Kind, Op};
 use super::{Code, failure, group};
 use std::ffi::{c_int, c_void};
+use std::ptr::{null, null_mut};
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ncclGroupStart() -> c_int {
@@ -64,91 +65,31 @@ const NO_OP: c_int = 0;
 /// For calls without a root.
 const NO_ROOT: c_int = 0;
 
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn ncclAllReduce(
-    send: *const c_void,
-    receive: *mut c_void,
-    count: usize,
-    dtype: c_int,
-    op: c_int,
-    comm: Handle,
-    stream: *mut c_void,
-) -> c_int {
-    call("ncclAllReduce", Kind::AllReduce, (send, receive), (count, dtype), op, NO_ROOT, (comm, stream))
+/// Functions that add a call: their buffers, and what their kind has beside them, make up the call.
+macro_rules! calls {
+    ($($name:ident: $kind:ident($($buffer:ident: $Pointer:ty),*; $($own:ident),*) => $buffers:expr, $op:expr, $peer:expr;)*) => {
+        $(
+            #[unsafe(no_mangle)]
+            pub unsafe extern "C" fn $name(
+                $($buffer: $Pointer,)*
+                count: usize,
+                dtype: c_int,
+                $($own: c_int,)*
+                comm: Handle,
+                stream: *mut c_void,
+            ) -> c_int {
+                call(stringify!($name), Kind::$kind, $buffers, (count, dtype), $op, $peer, (comm, stream))
+            }
+        )*
+    };
 }
 
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn ncclBroadcast(
-    send: *const c_void,
-    receive: *mut c_void,
-    count: usize,
-    dtype: c_int,
-    root: c_int,
-    comm: Handle,
-    stream: *mut c_void,
-) -> c_int {
-    call("ncclBroadcast", Kind::Broadcast, (send, receive), (count, dtype), NO_OP, root, (comm, stream))
-}
-
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn ncclReduce(
-    send: *const c_void,
-    receive: *mut c_void,
-    count: usize,
-    dtype: c_int,
-    op: c_int,
-    root: c_int,
-    comm: Handle,
-    stream: *mut c_void,
-) -> c_int {
-    call("ncclReduce", Kind::Reduce, (send, receive), (count, dtype), op, root, (comm, stream))
-}
-
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn ncclAllGather(
-    send: *const c_void,
-    receive: *mut c_void,
-    count: usize,
-    dtype: c_int,
-    comm: Handle,
-    stream: *mut c_void,
-) -> c_int {
-    call("ncclAllGather", Kind::AllGather, (send, receive), (count, dtype), NO_OP, NO_ROOT, (comm, stream))
-}
-
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn ncclReduceScatter(
-    send: *const c_void,
-    receive: *mut c_void,
-    count: usize,
-    dtype: c_int,
-    op: c_int,
-    comm: Handle,
-    stream: *mut c_void,
-) -> c_int {
-    call("ncclReduceScatter", Kind::ReduceScatter, (send, receive), (count, dtype), op, NO_ROOT, (comm, stream))
-}
-
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn ncclSend(
-    send: *const c_void,
-    count: usize,
-    dtype: c_int,
-    peer: c_int,
-    comm: Handle,
-    stream: *mut c_void,
-) -> c_int {
-    call("ncclSend", Kind::Send, (send, std::ptr::null_mut()), (count, dtype), NO_OP, peer, (comm, stream))
-}
-
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn ncclRecv(
-    receive: *mut c_void,
-    count: usize,
-    dtype: c_int,
-    peer: c_int,
-    comm: Handle,
-    stream: *mut c_void,
-) -> c_int {
-    call("ncclRecv", Kind::Recv, (std::ptr::null(), receive), (count, dtype), NO_OP, peer, (comm, stream))
+calls! {
+    ncclAllReduce: AllReduce(send: *const c_void, receive: *mut c_void; op) => (send, receive), op, NO_ROOT;
+    ncclBroadcast: Broadcast(send: *const c_void, receive: *mut c_void; root) => (send, receive), NO_OP, root;
+    ncclReduce: Reduce(send: *const c_void, receive: *mut c_void; op, root) => (send, receive), op, root;
+    ncclAllGather: AllGather(send: *const c_void, receive: *mut c_void;) => (send, receive), NO_OP, NO_ROOT;
+    ncclReduceScatter: ReduceScatter(send: *const c_void, receive: *mut c_void; op) => (send, receive), op, NO_ROOT;
+    ncclSend: Send(send: *const c_void; peer) => (send, null_mut()), NO_OP, peer;
+    ncclRecv: Recv(receive: *mut c_void; peer) => (null(), receive), NO_OP, peer;
 }

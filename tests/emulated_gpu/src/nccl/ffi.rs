@@ -1,5 +1,4 @@
-//! NCCL's functions for communicators. Their safety requirements are those of NCCL's functions.
-#![allow(clippy::missing_safety_doc)]
+//! NCCL's functions for communicators.
 use super::communicator::{Communicator, Visit};
 use super::connection::{self, Slot};
 use super::handles::{self, Handle};

@@ -9,6 +9,7 @@ mod tests;
 use super::{BAD_PARAM, EXECUTION_FAILED, Handle, NOT_SUPPORTED, SUCCESS, Status};
 use crate::count::count;
 use crate::memory::check;
+use crate::object::{create, give};
 use crate::stream::push;
 use attributes::{DESCRIPTOR, Descriptor, INT64, Kind, find, name};
 use program::{Program, plan_of};
@@ -23,18 +24,13 @@ const BAD_PARAM_SIZE_INSUFFICIENT: Status = 2006;
 const BAD_PARAM_ATTRIBUTE_TYPE: Status = 2010;
 const NOT_SUPPORTED_SHARED_MEMORY_INSUFFICIENT: Status = 3010;
 
-/// # Safety
-/// The requirements are those of the cuDNN function of the same name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cudnnBackendCreateDescriptor(kind: c_int, descriptor: *mut *mut c_void) -> Status {
     let Some(kind) = Kind::new(kind) else { return NOT_SUPPORTED };
     // SAFETY: guaranteed by the caller.
-    unsafe { *descriptor = Box::into_raw(Box::new(Descriptor::new(kind))).cast() };
-    SUCCESS
+    unsafe { create(descriptor, Descriptor::new(kind)) }
 }
 
-/// # Safety
-/// The requirements are those of the cuDNN function of the same name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cudnnBackendDestroyDescriptor(descriptor: *mut c_void) -> Status {
     if descriptor.is_null() {
@@ -45,8 +41,6 @@ pub unsafe extern "C" fn cudnnBackendDestroyDescriptor(descriptor: *mut c_void) 
     SUCCESS
 }
 
-/// # Safety
-/// The requirements are those of the cuDNN function of the same name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cudnnBackendSetAttribute(
     descriptor: *mut c_void,
@@ -96,8 +90,6 @@ pub unsafe extern "C" fn cudnnBackendSetAttribute(
     SUCCESS
 }
 
-/// # Safety
-/// The requirements are those of the cuDNN function of the same name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cudnnBackendFinalize(descriptor: *mut c_void) -> Status {
     if descriptor.is_null() {
@@ -121,8 +113,6 @@ pub unsafe extern "C" fn cudnnBackendFinalize(descriptor: *mut c_void) -> Status
     status
 }
 
-/// # Safety
-/// The requirements are those of the cuDNN function of the same name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cudnnBackendGetAttribute(
     descriptor: *mut c_void,
@@ -159,8 +149,7 @@ pub unsafe extern "C" fn cudnnBackendGetAttribute(
                 *to = candidate;
             }
             // SAFETY: guaranteed by the caller.
-            unsafe { *returned = count as i64 };
-            SUCCESS
+            unsafe { give(returned, count as i64) }
         }
         (Kind::Plan, attributes::PLAN_WORKSPACE) if kind == INT64 => {
             if requested < 1 || elements.is_null() {
@@ -180,8 +169,6 @@ pub unsafe extern "C" fn cudnnBackendGetAttribute(
     }
 }
 
-/// # Safety
-/// The requirements are those of the cuDNN function of the same name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cudnnBackendExecute(
     handle: *mut c_void,

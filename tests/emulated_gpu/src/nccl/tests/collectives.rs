@@ -42,11 +42,7 @@ fn all_reduce() {
     in_all_worlds(|rank| {
         for (dtype, op) in reductions() {
             let (send, mut receive) = (own(dtype, rank.rank, COUNT), nothing(dtype, COUNT));
-            // SAFETY: the buffers live until the stream has executed the call.
-            rank.done(unsafe {
-                let (send, receive) = (send.as_ptr().cast(), receive.as_mut_ptr().cast());
-                ncclAllReduce(send, receive, COUNT, dtype, op, rank.comm.get(), rank.stream)
-            });
+            rank.done(rank.reduce(send.as_ptr(), receive.as_mut_ptr(), COUNT, dtype, op));
             assert!(rank.synchronize(PATIENCE));
             let expected = encode(dtype, (0..COUNT).map(|index| reduced(op, rank.size, index, is_float(dtype))));
             assert!(receive == expected, "{dtype} {op} {receive:?} {expected:?}");
@@ -59,11 +55,8 @@ fn means_of_floats_multiply_before_they_sum() {
     ranks(3, false, |rank| {
         for dtype in DTYPES.filter(|dtype| is_float(*dtype)) {
             let mut buffer = own(dtype, rank.rank, COUNT);
-            let address = buffer.as_mut_ptr();
-            // SAFETY: the buffer lives until the stream has executed the call, which is in place.
-            rank.done(unsafe {
-                ncclAllReduce(address.cast(), address.cast(), COUNT, dtype, 4, rank.comm.get(), rank.stream)
-            });
+            let in_place = buffer.as_mut_ptr();
+            rank.done(rank.reduce(in_place, in_place, COUNT, dtype, 4));
             assert!(rank.synchronize(PATIENCE));
             let expected = |index| -> f64 {
                 let values = (0..3).map(|rank| value(rank, index));
@@ -93,9 +86,8 @@ fn means_of_floats_multiply_before_they_sum() {
 fn integers_wrap_around() {
     ranks(2, true, |rank| {
         let mut buffer = vec![200u8; 3];
-        let address = buffer.as_mut_ptr();
-        // SAFETY: the buffer lives until the stream has executed the call.
-        rank.done(unsafe { ncclAllReduce(address.cast(), address.cast(), 3, 1, SUM, rank.comm.get(), rank.stream) });
+        let in_place = buffer.as_mut_ptr();
+        rank.done(rank.reduce(in_place, in_place, 3, 1, SUM));
         assert!(rank.synchronize(PATIENCE));
         assert_eq!(buffer, [144; 3]);
     });

@@ -118,19 +118,19 @@ fn a_construction_is_aborted_while_others_are_missing() {
     rank.abort();
 }
 
-type Buffers = (*const c_void, *mut c_void);
+type Buffers = (*const f32, *mut f32);
 
 /// Rank 1 makes a different call than rank 0, which all-reduces three floats.
 fn assert_hangs(call: impl Fn(&Rank, Buffers) -> c_int + Sync) {
     ranks(2, false, |rank| {
         // The buffers are large enough for all calls.
         let (send, mut receive) = ([1.0f32; 8], [5.0f32; 8]);
-        let buffers = (send.as_ptr().cast(), receive.as_mut_ptr().cast());
-        rank.done(if rank.rank == 0 { sum_of_three(rank, buffers) } else { call(rank, buffers) });
+        let buffers @ (from, to) = (send.as_ptr(), receive.as_mut_ptr());
+        rank.done(if rank.rank == 0 { rank.reduce(from, to, 3, F32, SUM) } else { call(rank, buffers) });
         assert!(!rank.synchronize(WHILE), "mismatched calls have completed");
         assert_eq!(rank.settle(), 0);
         // The next, matching calls do not complete either.
-        rank.done(sum_of_three(rank, buffers));
+        rank.done(rank.reduce(from, to, 3, F32, SUM));
         assert!(!rank.synchronize(WHILE));
         rank.abort();
         assert!(rank.synchronize(PATIENCE));
@@ -138,28 +138,20 @@ fn assert_hangs(call: impl Fn(&Rank, Buffers) -> c_int + Sync) {
     });
 }
 
-fn sum_of_three(rank: &Rank, (send, receive): Buffers) -> c_int {
-    // SAFETY: the buffers live until the stream has executed the call.
-    unsafe { ncclAllReduce(send, receive, 3, F32, SUM, rank.comm.get(), rank.stream) }
-}
-
 #[test]
 fn mismatched_calls_hang_until_they_are_aborted() {
     const I32: c_int = 2;
     const MAX: c_int = 2;
     for (count, dtype, op) in [(4, F32, SUM), (3, I32, SUM), (3, F32, MAX)] {
-        assert_hangs(|rank, (send, receive)| {
-            // SAFETY: the buffers live until the stream has executed the call.
-            unsafe { ncclAllReduce(send, receive, count, dtype, op, rank.comm.get(), rank.stream) }
-        });
+        assert_hangs(|rank, (send, receive)| rank.reduce(send, receive, count, dtype, op));
     }
     assert_hangs(|rank, (send, receive)| {
         // SAFETY: the buffers live until the stream has executed the call.
-        unsafe { ncclBroadcast(send, receive, 3, F32, 0, rank.comm.get(), rank.stream) }
+        unsafe { ncclBroadcast(send.cast(), receive.cast(), 3, F32, 0, rank.comm.get(), rank.stream) }
     });
     assert_hangs(|rank, (send, _)| {
         // SAFETY: the buffers live until the stream has executed the call.
-        unsafe { ncclSend(send, 3, F32, 0, rank.comm.get(), rank.stream) }
+        unsafe { ncclSend(send.cast(), 3, F32, 0, rank.comm.get(), rank.stream) }
     });
 }
 

@@ -82,20 +82,15 @@ fn a_call_is_launched_without_polling() {
 fn one_thread_makes_all_ranks_in_a_group() {
     settle_down("host", 0, true);
     let id = id();
-    // SAFETY: the function has no requirements.
-    assert_eq!(unsafe { ncclGroupStart() }, 0);
-    let made: Vec<_> = (0..2).map(|rank| begin(id, rank, 2, true)).collect();
-    // SAFETY: the function has no requirements.
-    assert_eq!(unsafe { ncclGroupEnd() }, 0);
-    let mut sums = [[0.0]; 2];
-    // SAFETY: the function has no requirements.
-    assert_eq!(unsafe { ncclGroupStart() }, 0);
-    for ((code, rank), sums) in made.iter().zip(&mut sums) {
-        assert_eq!(*code, 0);
-        assert_eq!(rank.all_reduce(&[1.0], sums), 0);
-    }
-    // SAFETY: the function has no requirements.
-    assert_eq!(unsafe { ncclGroupEnd() }, 0);
+    let (mut made, mut sums) = (Vec::new(), [[0.0]; 2]);
+    assert_eq!(grouped(|| made.extend((0..2).map(|rank| begin(id, rank, 2, true)))), 0);
+    let calls = || {
+        for ((code, rank), sums) in made.iter().zip(&mut sums) {
+            assert_eq!(*code, 0);
+            assert_eq!(rank.all_reduce(&[1.0], sums), 0);
+        }
+    };
+    assert_eq!(grouped(calls), 0);
     made.iter().for_each(|(_, rank)| assert!(rank.synchronize(PATIENCE)));
     assert_eq!(sums, [[2.0]; 2]);
     // Aborted, because a rank that finalizes waits for the other.
@@ -109,8 +104,7 @@ fn splits_are_by_color_and_ordered_by_key() {
             // Ranks 3 and 1 in this order, 0 alone, 2 in none.
             let (color, key) = [(5, 0), (0, 9), (-1, 0), (0, 2)][rank.rank];
             let mut comm = std::ptr::dangling_mut();
-            // SAFETY: the handle lives until the operation has ended; null means the parent's configuration.
-            rank.done(unsafe { ncclCommSplit(rank.comm.get(), color, key, &raw mut comm, std::ptr::null_mut()) });
+            rank.done(rank.split(color, key, &mut comm));
             assert_eq!(comm.is_null(), rank.rank == 2);
             if rank.rank != 2 {
                 let child = rank.child(comm);
@@ -127,8 +121,7 @@ fn splits_are_by_color_and_ordered_by_key() {
 fn equal_keys_keep_the_old_order() {
     ranks(3, true, |rank| {
         let mut comm = std::ptr::null_mut();
-        // SAFETY: the handle lives until the operation has ended.
-        rank.done(unsafe { ncclCommSplit(rank.comm.get(), 1, 7, &raw mut comm, std::ptr::null_mut()) });
+        rank.done(rank.split(1, 7, &mut comm));
         assert_eq!(rank.child(comm).rank, rank.rank);
     });
 }
@@ -139,9 +132,7 @@ fn a_communicator_with_running_calls_is_not_split() {
         let held = rank.hold();
         let (mut comm, mut sums) = (std::ptr::null_mut(), [0.0]);
         rank.done(rank.all_reduce(&[1.0], &mut sums));
-        // SAFETY: the handle lives until the end of the function.
-        let code = unsafe { ncclCommSplit(rank.comm.get(), 0, 0, &raw mut comm, std::ptr::null_mut()) };
-        assert_eq!(code, Code::InvalidUsage as c_int);
+        assert_eq!(rank.split(0, 0, &mut comm), Code::InvalidUsage as c_int);
         drop(held);
         assert!(rank.synchronize(PATIENCE));
     });

@@ -19,11 +19,7 @@ impl Rank {
     }
 
     fn together(&self, calls: impl FnOnce()) {
-        // SAFETY: the function has no requirements.
-        assert_eq!(unsafe { ncclGroupStart() }, 0);
-        calls();
-        // SAFETY: the function has no requirements.
-        self.done(unsafe { ncclGroupEnd() });
+        self.done(grouped(calls));
     }
 }
 
@@ -99,23 +95,14 @@ fn nothing_starts_before_the_end_of_the_group() {
     ranks(2, false, |rank| {
         let (send, mut sums) = ([1.0; 5], [0.0; 5]);
         rank.together(|| {
-            rank.together_again(|| assert_eq!(rank.all_reduce(&send, &mut sums), 0));
+            // Nothing is launched at the end of the inner group.
+            assert_eq!(grouped(|| assert_eq!(rank.all_reduce(&send, &mut sums), 0)), 0);
             assert!(rank.synchronize(PATIENCE));
             assert_eq!(sums, [0.0; 5]);
         });
         assert!(rank.synchronize(PATIENCE));
         assert_eq!(sums, [2.0; 5]);
     });
-}
-
-impl Rank {
-    fn together_again(&self, calls: impl FnOnce()) {
-        // SAFETY: the function has no requirements.
-        assert_eq!(unsafe { ncclGroupStart() }, 0);
-        calls();
-        // SAFETY: the function has no requirements. Nothing is launched.
-        assert_eq!(unsafe { ncclGroupEnd() }, 0);
-    }
 }
 
 #[test]
@@ -148,11 +135,8 @@ fn buffers_are_read_and_written_when_the_stream_reaches_the_call() {
             // SAFETY: the buffer lives, and only the stream uses it.
             unsafe { std::slice::from_raw_parts_mut(address as *mut f32, 1000) }.fill(1.0);
         });
-        let pointer = buffer.as_mut_ptr();
-        // SAFETY: the buffer lives until the stream has executed the call.
-        rank.done(unsafe {
-            ncclAllReduce(pointer.cast(), pointer.cast(), 1000, F32, SUM, rank.comm.get(), rank.stream)
-        });
+        let in_place = buffer.as_mut_ptr();
+        rank.done(rank.reduce(in_place, in_place, 1000, F32, SUM));
         returned.store(true, Ordering::Release);
         stream.push(move || {
             // SAFETY: the buffer lives, and only the stream uses it.

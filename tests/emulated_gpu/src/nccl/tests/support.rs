@@ -130,19 +130,20 @@ impl Rank {
         }
     }
 
-    pub(super) fn all_reduce(&self, send: &[f32], receive: &mut [f32]) -> c_int {
+    /// All-reduces `count` elements of any type.
+    pub(super) fn reduce<T>(&self, send: *const T, receive: *mut T, count: usize, dtype: c_int, op: c_int) -> c_int {
         // SAFETY: the tests keep the buffers until the stream has executed the call.
-        unsafe {
-            ncclAllReduce(
-                send.as_ptr().cast(),
-                receive.as_mut_ptr().cast(),
-                send.len(),
-                F32,
-                SUM,
-                self.comm.get(),
-                self.stream,
-            )
-        }
+        unsafe { ncclAllReduce(send.cast(), receive.cast(), count, dtype, op, self.comm.get(), self.stream) }
+    }
+
+    pub(super) fn all_reduce(&self, send: &[f32], receive: &mut [f32]) -> c_int {
+        self.reduce(send.as_ptr(), receive.as_mut_ptr(), send.len(), F32, SUM)
+    }
+
+    /// The communicator is written to `comm` until the operation has ended; its configuration is this one's.
+    pub(super) fn split(&self, color: c_int, key: c_int, comm: &mut Handle) -> c_int {
+        // SAFETY: the tests keep the handle until the operation has ended.
+        unsafe { ncclCommSplit(self.comm.get(), color, key, comm, std::ptr::null_mut()) }
     }
 
     /// All-reduces in place and returns the result.
@@ -223,6 +224,15 @@ impl Drop for Rank {
         self.done(self.finalize());
         self.destroy();
     }
+}
+
+/// Makes calls as one group.
+pub(super) fn grouped(calls: impl FnOnce()) -> c_int {
+    // SAFETY: the function has no requirements.
+    assert_eq!(unsafe { ncclGroupStart() }, 0);
+    calls();
+    // SAFETY: the function has no requirements.
+    unsafe { ncclGroupEnd() }
 }
 
 /// # Safety
