@@ -11,9 +11,9 @@ use candle_ddp::elastic::State;
 use candle_ddp::optim::{Optimizer, ParamsAdamW, ZeroRedundancyOptimizer};
 use candle_ddp::seed::Generator;
 use candle_ddp::{
-    Block, DdpOptions, DistributedDataParallel, InitOptions, ProcessGroup, Result, Sharding, block, init_process_group,
+    DdpOptions, DistributedDataParallel, InitOptions, ProcessGroup, Result, Sharding, block, init_process_group,
 };
-use candle_nn::{Linear, VarBuilder, VarMap, linear};
+use candle_nn::{VarBuilder, VarMap, func, linear};
 use std::time::Duration;
 
 struct Training {
@@ -36,23 +36,14 @@ pub(crate) const SHARDED: &str = "CANDLE_DDP_TEST_SHARDED";
 /// Whether the ranks know nothing of `elastic::run`: the launcher starts all of them again, and they continue from a checkpoint.
 pub(crate) const RESTARTED: &str = "CANDLE_DDP_TEST_RESTARTED";
 
-/// [`net`] in blocks.
-struct Blocks(Block<Linear>, Block<Linear>);
-
-impl Module for Blocks {
-    fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
-        self.1.forward(&self.0.forward(x)?.tanh()?)
-    }
-}
-
 /// A sharded model and its variables are those of one group, and get their values from the last commit.
 fn train_sharded(pg: &ProcessGroup, state: &mut State<Training>, own: usize, sharded: &str) -> Result<Vec<f32>> {
     let mut varmap = if sharded == "before" { state.varmap.clone() } else { VarMap::new() };
+    // `net` in blocks.
     let build = |vb: VarBuilder<'static>| {
-        Ok::<_, candle_core::Error>(Blocks(
-            block(vb.pp("a"), |vb| linear(4, 8, vb))?,
-            block(vb.pp("b"), |vb| linear(8, 2, vb))?,
-        ))
+        let first = block(vb.pp("a"), |vb| linear(4, 8, vb))?;
+        let last = block(vb.pp("b"), |vb| linear(8, 2, vb))?;
+        candle_core::Result::Ok(func(move |x| last.forward(&first.forward(x)?.tanh()?)))
     };
     let shard_ranks = (sharded == "hybrid").then_some(2);
     let sharding = Sharding::Blocks { reshard_after_forward: true, ranks: shard_ranks };

@@ -1,6 +1,8 @@
 //! Helpers that several test files share.
 #![allow(dead_code, clippy::unwrap_used)] // each test file uses only some helpers, and a failed test may panic
+use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor, Var};
+use candle_ddp::checkpoint::{Checkpointer, CheckpointerOptions};
 use candle_ddp::data_parallel::DataParallel;
 use candle_ddp::{
     Backward, Buckets, DdpOptions, DistributedDataParallel, Error, Precision, ProcessGroup, Result, Role, Sharding,
@@ -54,6 +56,21 @@ pub(crate) fn with_virtual_ranks<T: Send>(
 /// The options of the backward pass of a micro-batch under virtual ranks.
 pub(crate) fn of_micro_batch(number: usize) -> Backward<'static> {
     Backward { micro_batch: Some(number), ..Default::default() }
+}
+
+/// The options of the backward pass of a loss that is a sum over so many samples.
+pub(crate) fn counted(count: f64) -> Backward<'static> {
+    Backward { count: Some(count), ..Default::default() }
+}
+
+/// The options of a backward pass whose gradients are added to these.
+pub(crate) fn added_to(grads: &mut GradStore) -> Backward<'_> {
+    Backward { into: Some(grads), ..Default::default() }
+}
+
+/// The checkpointer of a run that goes on where the folder's last checkpoint was saved.
+pub(crate) fn going_on(pg: &ProcessGroup, folder: impl AsRef<Path>) -> Result<Checkpointer> {
+    Checkpointer::new(pg, folder.as_ref(), CheckpointerOptions { resume: true, ..Default::default() })
 }
 
 /// How a model is sharded that is trained by a ZeroRedundancyOptimizer, or not.

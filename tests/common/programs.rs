@@ -1,6 +1,6 @@
 //! Programs with several models, each under DDP on a part of every batch and in one process on the whole batch.
 #![allow(dead_code, clippy::unwrap_used)] // each test file uses only some programs, and a failed test may panic
-use crate::common::{Mlp, filled, floats, plain, tensor, var};
+use crate::common::{Mlp, added_to, filled, floats, plain, tensor, var};
 use candle_core::{DType, IndexOp, Module, Tensor, Var};
 use candle_ddp::{Backward, DdpOptions, DistributedDataParallel, ProcessGroup, Result, backward_with};
 use candle_nn::loss::{binary_cross_entropy_with_logit, mse};
@@ -63,11 +63,7 @@ pub(crate) fn gan(pg: &ProcessGroup, options: &DdpOptions) -> Result<Vec<f32>> {
         let noise = batch(pg.world_size(), Some(pg.rank()), 3, 100 + step);
         let mut grads = d.backward(&bce(&d.forward(&real)?, 1.0)?)?;
         let fake = g.forward(&noise)?;
-        grads = backward_with(
-            &bce(&d.forward(&fake.detach())?, 0.0)?,
-            &[&d],
-            Backward { into: Some(&mut grads), ..Default::default() },
-        )?;
+        grads = backward_with(&bce(&d.forward(&fake.detach())?, 0.0)?, &[&d], added_to(&mut grads))?;
         optimizer_d.step(&grads)?;
 
         let _frozen = d.freeze();

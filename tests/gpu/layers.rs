@@ -1,11 +1,11 @@
 //! A convolutional model of this crate's layers under DistributedDataParallel, compared with the CPU.
-use super::common::{assert_close, fill, floats, tensor, var};
+use super::common::{assert_close, buckets, fill, floats, tensor, var};
 use candle_core::{IndexOp, Module, Tensor};
 use candle_ddp::nn::{
     BatchNorm, Conv2d, InterpolateMode, Linear, MaxPool2dOptions, adaptive_avg_pool2d, batch_norm, conv2d,
     conv2d_no_bias, cross_entropy, interpolate, linear, max_pool2d,
 };
-use candle_ddp::{Buckets, DdpOptions, DistributedDataParallel, ProcessGroup, Result, spawn};
+use candle_ddp::{DdpOptions, DistributedDataParallel, ProcessGroup, Result, spawn};
 use candle_nn::{Conv2dConfig, Optimizer, SGD, VarBuilder, VarMap};
 
 const STEPS: usize = 3;
@@ -62,10 +62,7 @@ pub(crate) fn train(pg: &ProcessGroup) -> Result<Vec<f32>> {
     let x = tensor(&[pg.world_size() * PER_RANK, 3, 9, 8], 1).i(mine.clone())?.to_device(pg.device())?;
     let targets: Vec<i64> = mine.map(|sample| sample as i64 * 2 % 5).collect();
     let targets = Tensor::new(targets, pg.device())?;
-    let options = DdpOptions {
-        buckets: Buckets { bucket_cap_mb: 0.0005, first_bucket_mb: 0.0001, ..Default::default() },
-        ..Default::default()
-    };
+    let options = DdpOptions { buckets: buckets(0.0005, 0.0001), ..Default::default() };
     let ddp = DistributedDataParallel::with_options(pg, &varmap, |vb| Net::new(vb), options)?;
     fill(&varmap, 3);
     let variance = var(&varmap, "norm.running_var");

@@ -1,5 +1,5 @@
 //! Optimizers, clipping and loss scaling on a GPU, compared with the CPU.
-use super::common::{assert_close, floats, values};
+use super::common::{assert_close, buckets, floats, values};
 use crate::common::assert_error;
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor, Var};
@@ -9,7 +9,7 @@ use candle_ddp::optim::{
     AdamW, ClipOptions, FusedOptimizer, NormType, Optimizer, ParameterGroup, ParamsAdam, ParamsLamb, ParamsSgd,
     UpdateRule, ZeroRedundancyOptimizer, clip_grad_norm_with, clip_grad_value,
 };
-use candle_ddp::{Buckets, DdpOptions, DistributedDataParallel, ProcessGroup, Result, Sharding};
+use candle_ddp::{DdpOptions, DistributedDataParallel, ProcessGroup, Result, Sharding};
 use candle_nn::{Linear, ParamsAdamW, VarBuilder, VarMap, linear};
 
 const STEPS: u64 = 100;
@@ -185,11 +185,7 @@ pub(crate) fn shards(pg: &ProcessGroup) -> Result<()> {
         Ok([linear(30, 100, vb.pp("a"))?, linear(100, 3, vb.pp("b"))?])
     }
     fn compare<R: UpdateRule>(pg: &ProcessGroup, options: R) -> Result<()> {
-        let small = |sharding| DdpOptions {
-            sharding,
-            buckets: Buckets { bucket_cap_mb: 0.001, first_bucket_mb: 0.0005, ..Default::default() },
-            ..Default::default()
-        };
+        let small = |sharding| DdpOptions { sharding, buckets: buckets(0.001, 0.0005), ..Default::default() };
         let maps = [VarMap::new(), VarMap::new()];
         let [whole, sharded] =
             [(0, Sharding::Off), (1, Sharding::Optimizer { ranks: None })].map(|(number, sharding)| {

@@ -1,5 +1,5 @@
 //! Other parts of training with DistributedDataParallel on GPUs, compared with the CPU.
-use super::common::{assert_close, fill, floats, tensor, var};
+use super::common::{assert_close, buckets, counted, fill, floats, tensor, var};
 use super::training::{NAMES, net};
 use crate::common::assert_error;
 use candle_core::{DType, Device, IndexOp, Module, Tensor, Var};
@@ -7,8 +7,8 @@ use candle_ddp::comm_hook::{Bf16Compress, Fp16Compress, PowerSgd, PowerSgdOption
 use candle_ddp::nn::{linear, no_grad};
 use candle_ddp::optim::{self, AdamW, Ema, ParamsAdamW, PeriodicModelAverager};
 use candle_ddp::{
-    Backward, Buckets, DdpOptions, DistributedDataParallel, Error, ProcessGroup, ReduceOp, Result, Sharding, WithGrad,
-    backward_with, block, spawn,
+    DdpOptions, DistributedDataParallel, Error, ProcessGroup, ReduceOp, Result, Sharding, WithGrad, backward_with,
+    block, spawn,
 };
 use candle_nn::{Optimizer, SGD, VarBuilder, VarMap};
 
@@ -52,10 +52,7 @@ pub(crate) fn train(pg: &ProcessGroup, tool: &str) -> Result<Vec<f32>> {
         }
         return Ok(values(&varmap));
     }
-    let options = DdpOptions {
-        buckets: Buckets { bucket_cap_mb: 0.0001, first_bucket_mb: 0.00005, ..Default::default() },
-        ..Default::default()
-    };
+    let options = DdpOptions { buckets: buckets(0.0001, 0.00005), ..Default::default() };
     let ddp = DistributedDataParallel::with_options(pg, &varmap, |vb| net(vb), options)?;
     fill(&varmap, 3);
     match tool {
@@ -75,11 +72,7 @@ pub(crate) fn train(pg: &ProcessGroup, tool: &str) -> Result<Vec<f32>> {
             // Another count on each rank and in each step.
             let count = 1 + pg.rank() + step % 2;
             let sum = ddp.forward(&x.narrow(0, 0, count)?)?.sqr()?.sum_all()?;
-            optimizer.step(&backward_with(
-                &sum,
-                &[&ddp],
-                Backward { count: Some(count as f64), ..Default::default() },
-            )?)?;
+            optimizer.step(&backward_with(&sum, &[&ddp], counted(count as f64))?)?;
             continue;
         }
         if tool == "with_grad" {

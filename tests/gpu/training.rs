@@ -1,5 +1,5 @@
 //! DistributedDataParallel on GPUs.
-use super::common::{Mlp, assert_close, fill, floats, tensor, var};
+use super::common::{Mlp, assert_close, buckets, fill, floats, tensor, var};
 use candle_core::{DType, Device, IndexOp, Module, Tensor};
 use candle_ddp::comm_hook::AllReduce;
 use candle_ddp::{
@@ -58,10 +58,7 @@ impl Module for Split {
 /// Trains a model on two devices for as many steps as [`train`], with a communication hook if `hook` is set.
 pub(crate) fn train_split(pg: &ProcessGroup, hook: bool) -> Result<Vec<f32>> {
     let varmap = VarMap::new();
-    let options = DdpOptions {
-        buckets: Buckets { bucket_cap_mb: 0.0001, first_bucket_mb: 0.00005, ..Default::default() },
-        ..Default::default()
-    };
+    let options = DdpOptions { buckets: buckets(0.0001, 0.00005), ..Default::default() };
     let build = |vb: VarBuilder| {
         let on_cpu = vb.pp("a").set_device(Device::Cpu);
         // Buffers on the CPU are broadcast too.
@@ -120,11 +117,7 @@ pub(crate) fn assert_like_the_cpu(dtype: DType, reports: &[Vec<f32>]) {
 pub(crate) fn traced(pg: &ProcessGroup, folder: &Path) -> Result<()> {
     const PASSES: usize = 3;
     let trace = Some(folder.to_path_buf());
-    let options = DdpOptions {
-        trace,
-        buckets: Buckets { bucket_cap_mb: 0.0001, first_bucket_mb: 0.00005, ..Default::default() },
-        ..Default::default()
-    };
+    let options = DdpOptions { trace, buckets: buckets(0.0001, 0.00005), ..Default::default() };
     let ddp = DistributedDataParallel::with_options(pg, &VarMap::new(), |vb| net(vb), options)?;
     let x = Tensor::ones((PER_RANK, 4), DType::F32, pg.device())?;
     for _ in 0..PASSES {

@@ -1,13 +1,11 @@
 //! Virtual ranks over NCCL, which only moves the sums, and gathering tensors of unequal shapes.
-use crate::common::{of_micro_batch, values};
+use crate::common::{buckets, of_micro_batch, values};
 use crate::launch::{Ranks, gpus};
 use crate::{finish, floats_of};
 use candle_core::{DType, Tensor};
 use candle_ddp::checkpoint::StateDict;
 use candle_ddp::optim::{AdamW, Optimizer, ParamsAdamW, ZeroRedundancyOptimizer};
-use candle_ddp::{
-    Backward, Buckets, DdpOptions, DistributedDataParallel, ProcessGroup, Result, Sharding, backward_with,
-};
+use candle_ddp::{Backward, DdpOptions, DistributedDataParallel, ProcessGroup, Result, Sharding, backward_with};
 use candle_nn::{VarBuilder, VarMap, linear, seq};
 
 pub(crate) const VIRTUAL: usize = 4;
@@ -17,7 +15,7 @@ pub(crate) fn train(pg: &ProcessGroup, is_sharded: bool) -> Result<Vec<f32>> {
     let options = DdpOptions {
         init_seed: Some(7),
         sharding: if is_sharded { Sharding::Optimizer { ranks: None } } else { Sharding::Off },
-        buckets: Buckets { bucket_cap_mb: 0.0005, first_bucket_mb: 0.0002, ..Default::default() },
+        buckets: buckets(0.0005, 0.0002),
         ..Default::default()
     };
     let build = |vb: VarBuilder| -> candle_core::Result<_> {

@@ -1,9 +1,9 @@
 //! Checkpoints of ranks that are processes: killed while they save, and resumed.
 //!
 //! The processes are this test binary itself.
-use crate::common::{fill, floats, of_zero, ranks, start_ranks, tensor};
+use crate::common::{fill, floats, going_on, of_zero, ranks, start_ranks, tensor};
 use candle_core::{Device, Tensor, Var};
-use candle_ddp::checkpoint::{Checkpointer, CheckpointerOptions, Parts, StateDict};
+use candle_ddp::checkpoint::{Checkpointer, Parts, StateDict};
 use candle_ddp::optim::{Optimizer, ParamsAdamW, ParamsMuon, ZeroRedundancyOptimizer};
 use candle_ddp::seed::Generator;
 use candle_ddp::{DistributedDataParallel, InitOptions, ProcessGroup, Result, init_process_group};
@@ -110,8 +110,7 @@ fn progress(folder: &Path, rank: usize) -> std::path::PathBuf {
 
 fn save_until_killed(pg: &ProcessGroup, folder: &Path) -> Result<()> {
     let mut state = Saving::new();
-    let mut checkpointer =
-        Checkpointer::new(pg, folder.join("run"), CheckpointerOptions { resume: true, ..Default::default() })?;
+    let mut checkpointer = going_on(pg, folder.join("run"))?;
     let first = state.load(&mut checkpointer)?;
     let progress = File::create(progress(folder, pg.rank())).unwrap();
     progress.write_all_at(&first.to_le_bytes(), 0).unwrap();
@@ -166,8 +165,7 @@ fn kill(times: u64) {
         with_leftovers += u32::from(names().iter().any(|name| !is_whole(name)));
         let told = told(0).max(told(1)).unwrap();
         let step = ranks(1, |pg| {
-            let mut checkpointer =
-                Checkpointer::new(&pg, &run, CheckpointerOptions { resume: true, ..Default::default() })?;
+            let mut checkpointer = going_on(&pg, &run)?;
             Saving::new().load(&mut checkpointer)
         });
         let step = step[0];
@@ -203,7 +201,7 @@ fn train(pg: &ProcessGroup, folder: &Path, steps: u64) -> Result<()> {
     // The weight belongs to one rank, and each rank has a piece of the bias.
     let (muon, adamw) = (ParamsMuon::default(), ParamsAdamW::default());
     let mut optimizer = ZeroRedundancyOptimizer::with_adamw(&ddp, muon, adamw, |_| false)?;
-    let mut checkpointer = Checkpointer::new(pg, folder, CheckpointerOptions { resume: true, ..Default::default() })?;
+    let mut checkpointer = going_on(pg, folder)?;
     let done = checkpointer.load_latest((("model", &mut varmap), ("optimizer", &mut optimizer)))?.unwrap_or(0);
     for step in done..steps {
         let x = tensor(&[6, 5], 10 * step + pg.rank() as u64);

@@ -3,12 +3,12 @@
 //! The processes are this test binary itself.
 use crate::common::bad_batches::bad_batches;
 use crate::common::programs::{gan, plain_gan};
-use crate::common::{Mlp, assert_close, fill, floats, free_port, succeed, tensor, test_arguments, var};
+use crate::common::{Mlp, assert_close, counted, fill, floats, free_port, succeed, tensor, test_arguments, var};
 use candle_core::{DType, Device, IndexOp, Module, Tensor};
 use candle_ddp::rendezvous::{FileStore, Store, TcpStore};
 use candle_ddp::{
-    Backward, DdpOptions, DistributedDataParallel, InitOptions, ProcessGroup, ReplicaCheck, Result, Role,
-    backward_with, init_process_group,
+    DdpOptions, DistributedDataParallel, InitOptions, ProcessGroup, ReplicaCheck, Result, Role, backward_with,
+    init_process_group,
 };
 use candle_nn::{Optimizer, SGD, VarBuilder, VarMap, linear};
 use std::path::Path;
@@ -126,11 +126,7 @@ fn train(pg: &ProcessGroup, uneven: bool) -> Result<String> {
     for _ in 0..5 {
         let squares = ddp.forward(&x)?.sqr()?;
         let grads = match uneven {
-            true => backward_with(
-                &squares.sum_all()?,
-                &[&ddp],
-                Backward { count: Some(squares.elem_count() as f64), ..Default::default() },
-            )?,
+            true => backward_with(&squares.sum_all()?, &[&ddp], counted(squares.elem_count() as f64))?,
             false => ddp.backward(&squares.mean_all()?)?,
         };
         optimizer.step(&grads)?;

@@ -1,9 +1,9 @@
 //! Elastic runs that a signal ends while ranks are killed: the others save a last checkpoint and end with 0, or get an error at
 //! once. None waits until `ddprun` kills it.
 use crate::common::elastic_ranks::wait_for;
-use crate::common::{launch_nodes, values};
+use crate::common::{going_on, launch_nodes, values};
 use candle_core::{DType, Device, Tensor};
-use candle_ddp::checkpoint::{Checkpointer, CheckpointerOptions, Parts, StateDict};
+use candle_ddp::checkpoint::{Parts, StateDict};
 use candle_ddp::elastic::{self, ElasticOptions, State};
 use candle_ddp::optim::{AdamW, Optimizer, ParamsAdamW};
 use candle_ddp::{DistributedDataParallel, InitOptions, ProcessGroup, Result, StopSignals};
@@ -103,8 +103,7 @@ impl Parts for Saved<'_> {
 fn train(pg: &ProcessGroup, state: &mut State<Training>, folder: &Path, own: usize) -> Result<u64> {
     let ddp = DistributedDataParallel::new(pg, &state.varmap, |vb| linear(4, 2, vb))?;
     // The ranks of the last generation may have saved before it ended.
-    let options = CheckpointerOptions { resume: true, ..Default::default() };
-    let mut checkpointer = Checkpointer::new(pg, folder.join("run"), options)?;
+    let mut checkpointer = going_on(pg, folder.join("run"))?;
     let x = Tensor::from_vec(values(8, 1), (2, 4), pg.device())?;
     for here in 1.. {
         let grads = ddp.backward(&ddp.forward(&x)?.sqr()?.mean_all()?)?;

@@ -2,14 +2,14 @@
 //!
 //! The script starts this test binary, plans the fault in environment variables, and causes from outside the faults that a
 //! process cannot cause itself. Both report their progress to each other by files in a folder.
-use crate::common::{fill, floats, tensor};
+use crate::common::{fill, floats, going_on, tensor};
 use candle_core::{Device, Module, Tensor};
-use candle_ddp::checkpoint::{Checkpointer, CheckpointerOptions, StateDict};
+use candle_ddp::checkpoint::StateDict;
 use candle_ddp::optim::{AdamW, Optimizer, ParamsAdamW};
 use candle_ddp::{DistributedDataParallel, InitOptions, ProcessGroup, ReduceOp, Result, init_process_group};
 use candle_ddp_state::placement::Spread;
 use candle_ddp_state::state::{PutInPlace, Saved, Share};
-use candle_nn::{Linear, VarBuilder, VarMap, linear};
+use candle_nn::{Func, VarBuilder, VarMap, func, linear};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use std::collections::HashMap;
 use std::fs::File;
@@ -207,37 +207,29 @@ fn own(plan: &Plan, step: u64) -> Own {
     Own(Tensor::full(step as f32, elements, &Device::Cpu).unwrap())
 }
 
-struct Net(Linear, Linear);
-
-impl Net {
-    fn new(vb: VarBuilder) -> candle_core::Result<Self> {
-        plan().limit("construction");
-        plan().at("construction")?;
-        Ok(Self(linear(16, 64, vb.pp("in"))?, linear(64, 4, vb.pp("out"))?))
-    }
-}
-
-impl Module for Net {
-    fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
+fn net(vb: VarBuilder) -> candle_core::Result<Func<'static>> {
+    plan().limit("construction");
+    plan().at("construction")?;
+    let (first, last) = (linear(16, 64, vb.pp("in"))?, linear(64, 4, vb.pp("out"))?);
+    Ok(func(move |x| {
         if plan().step.load(Ordering::Relaxed) == FORWARD {
             plan().limit("forward");
             plan().at("forward")?;
         }
-        self.1.forward(&self.0.forward(x)?.tanh()?)
-    }
+        last.forward(&first.forward(x)?.tanh()?)
+    }))
 }
 
 fn train(pg: &ProcessGroup, plan: &Plan) -> Result<()> {
     let mut varmap = VarMap::new();
-    let ddp = DistributedDataParallel::new(pg, &varmap, |vb| Net::new(vb))?;
+    let ddp = DistributedDataParallel::new(pg, &varmap, net)?;
     if plan.fault == "descriptors" {
         plan.lift_limits();
     }
     fill(&varmap, 3);
     let mut optimizer = AdamW::new(&ddp, ParamsAdamW::default())?;
     // It makes its own group.
-    let mut checkpointer =
-        Checkpointer::new(pg, plan.folder.join("run"), CheckpointerOptions { resume: true, ..Default::default() })?;
+    let mut checkpointer = going_on(pg, plan.folder.join("run"))?;
     plan.lift_limits();
     let mut mine = own(plan, 0);
     let loaded =

@@ -2,7 +2,6 @@
 //!
 //! The processes are this test binary itself.
 use crate::common::{sharded, start_ranks};
-use candle_core::{Module, Tensor};
 use candle_ddp::nn::{Linear, linear_no_bias};
 use candle_ddp::seed::Generator;
 use candle_ddp::{
@@ -19,19 +18,8 @@ const FOLDER: &str = "CANDLE_DDP_TEST_SHARDED_SAVE";
 const RANKS: usize = 3;
 
 /// Weights, each of which is sent in a part.
-struct Net(#[allow(dead_code)] Vec<Block<Linear>>);
-
-impl Net {
-    fn new(vb: VarBuilder) -> candle_core::Result<Self> {
-        let layer = |index: usize| block(vb.pp(index), |vb| linear_no_bias(64, 256, vb));
-        (0..20).map(layer).collect::<candle_core::Result<_>>().map(Self)
-    }
-}
-
-impl Module for Net {
-    fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
-        Ok(x.clone())
-    }
+fn weights(vb: VarBuilder) -> candle_core::Result<Vec<Block<Linear>>> {
+    (0..20).map(|index: usize| block(vb.pp(index), |vb| linear_no_bias(64, 256, vb))).collect()
 }
 
 /// The entry point of ranks.
@@ -47,7 +35,7 @@ fn rank_of_another_test() {
 
 fn save_until_killed(pg: &ProcessGroup, folder: &Path) -> Result<()> {
     let varmap = VarMap::new();
-    let _ddp = DistributedDataParallel::with_options(pg, &varmap, Net::new, sharded())?;
+    let _ddp = DistributedDataParallel::with_options(pg, &varmap, weights, sharded())?;
     let vars: Vec<_> = varmap.data().lock().unwrap().values().cloned().collect();
     let first = step_of(&folder.join("model")).map_or(1, |step| step + 1);
     let progress = File::create(folder.join(format!("progress{}", pg.rank()))).unwrap();

@@ -4,7 +4,7 @@
 //! `CANDLE_DDP_TEST_STEPS=1000 cargo test --release --test processes virtual_models -- --nocapture` is the long version, with more
 //! numbers of ranks and ten deaths.
 use crate::common::elastic_ranks::{MIN, Run, event, folder, run_with};
-use crate::common::{fill, of_micro_batch, tensor};
+use crate::common::{buckets, fill, of_micro_batch, tensor};
 use candle_core::{DType, Device, IndexOp, Module, ModuleT, Result as CandleResult, Tensor};
 use candle_ddp::checkpoint::{Parts, StateDict};
 use candle_ddp::data::{DataLoader, LoaderOptions, LoaderState, TensorDataset};
@@ -13,7 +13,7 @@ use candle_ddp::nn::{self, AttentionOptions, Dropout, Embedding, LayerNorm, Line
 use candle_ddp::optim::{AdamW, Optimizer, ParamsAdamW, clip_grad_norm};
 use candle_ddp::seed::Generator;
 use candle_ddp::vision::models::{ResNet, ResNetOptions, ResNetStem, resnet18};
-use candle_ddp::{Buckets, DdpOptions, DistributedDataParallel, InitOptions, ProcessGroup, Result, backward_with};
+use candle_ddp::{DdpOptions, DistributedDataParallel, InitOptions, ProcessGroup, Result, backward_with};
 use candle_nn::{VarBuilder, VarMap};
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -183,10 +183,7 @@ fn train(pg: &ProcessGroup, state: &mut State<Training>, own: usize) -> Result<V
     let steps: u64 = std::env::var(STEPS).unwrap().parse().unwrap();
     let (varmap, random) = (state.varmap.clone(), Arc::clone(&state.random));
     // Several buckets of each model.
-    let options = DdpOptions {
-        buckets: Buckets { bucket_cap_mb: 0.05, first_bucket_mb: 0.01, ..Default::default() },
-        ..Default::default()
-    };
+    let options = DdpOptions { buckets: buckets(0.05, 0.01), ..Default::default() };
     let ddp = DistributedDataParallel::with_options(pg, &varmap, |vb| Net::new(&name, &random, vb), options)?;
     let options = LoaderOptions { batch_size: BATCH, ..Default::default() };
     let mut loader = DataLoader::new(data(&name)?, pg, options)?;

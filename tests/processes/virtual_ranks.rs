@@ -4,7 +4,7 @@
 //! The processes are this test binary itself.
 use crate::common::elastic_ranks::{Run, append, event, folder, result, run_with};
 use crate::common::virtual_ranks::{self, Bits};
-use crate::common::{bits, fill, floats, of_micro_batch, succeed, tensor, test_arguments, test_process};
+use crate::common::{bits, floats, of_micro_batch, plain, succeed, tensor, test_arguments, test_process};
 use candle_core::{DType, Device, Module, ModuleT, Result as CandleResult, Tensor, Var};
 use candle_ddp::checkpoint::{Parts, StateDict};
 use candle_ddp::data::{DataLoader, LoaderOptions, LoaderState, TensorDataset};
@@ -18,7 +18,9 @@ use candle_ddp::seed::Generator;
 use candle_ddp::{
     DistributedDataParallel, InitOptions, Precision, ProcessGroup, Result, backward_with, init_process_group,
 };
-use candle_nn::{Conv1dConfig, Conv2dConfig, ConvTranspose1dConfig, ConvTranspose2dConfig, VarBuilder, VarMap};
+use candle_nn::{
+    Conv1dConfig, Conv2dConfig, ConvTranspose1dConfig, ConvTranspose2dConfig, Func, VarBuilder, VarMap, func,
+};
 use std::path::Path;
 use std::process::Command;
 use std::sync::{Arc, Mutex};
@@ -95,26 +97,16 @@ impl Parts for Training {
     }
 }
 
-struct Net(Linear, Dropout, Linear);
-
-impl Net {
-    fn new(vb: VarBuilder, generator: &Arc<Mutex<Generator>>) -> CandleResult<Self> {
-        let dropout = Dropout::with_generator(0.2, Arc::clone(generator));
-        Ok(Self(nn::linear(4, 16, vb.pp("a"))?, dropout, nn::linear(16, 2, vb.pp("b"))?))
-    }
-}
-
-impl Module for Net {
-    fn forward(&self, x: &Tensor) -> CandleResult<Tensor> {
-        self.1.forward(&x.apply(&self.0)?.tanh()?, true)?.apply(&self.2)
-    }
+fn net(vb: VarBuilder, generator: &Arc<Mutex<Generator>>) -> CandleResult<Func<'static>> {
+    let dropout = Dropout::with_generator(0.2, Arc::clone(generator));
+    let (first, last) = (nn::linear(4, 16, vb.pp("a"))?, nn::linear(16, 2, vb.pp("b"))?);
+    Ok(func(move |x| dropout.forward(&x.apply(&first)?.tanh()?, true)?.apply(&last)))
 }
 
 impl Training {
     fn new() -> Self {
-        let (varmap, generator) = (VarMap::new(), Arc::new(Mutex::new(Generator::new(0))));
-        Net::new(VarBuilder::from_varmap(&varmap, DType::F32, &Device::Cpu), &generator).unwrap();
-        fill(&varmap, 3);
+        let generator = Arc::new(Mutex::new(Generator::new(0)));
+        let (_, varmap) = plain(|vb| net(vb, &generator), DType::F32, 3);
         let optimizer = AdamW::new(&varmap, ParamsAdamW { lr: 0.05, ..Default::default() }).unwrap();
         Self { varmap, generator, optimizer, progress: LoaderState::default() }
     }
@@ -125,7 +117,7 @@ fn train(pg: &ProcessGroup, state: &mut State<Training>, own: usize) -> Result<V
     event("begin", own, state.commits())?;
     append(&format!("worlds-{own}"), &pg.world_size().to_string());
     let (varmap, generator) = (state.varmap.clone(), Arc::clone(&state.generator));
-    let ddp = DistributedDataParallel::new(pg, &varmap, |vb| Net::new(vb, &generator))?;
+    let ddp = DistributedDataParallel::new(pg, &varmap, |vb| net(vb, &generator))?;
     let data = TensorDataset::new(tensor(&[62, 4], 1))?;
     let mut loader = DataLoader::new(data, pg, LoaderOptions { batch_size: 2, ..Default::default() })?;
     if state.commits() > 0 {

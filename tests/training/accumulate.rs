@@ -1,6 +1,8 @@
 //! Gradients of several losses, accumulated before one step.
 use crate::common::programs::{Ddp, wrap};
-use crate::common::{assert_close, assert_error, floats, gradients, ranks, reduced_in, sharding, tensor, tiny};
+use crate::common::{
+    added_to, assert_close, assert_error, floats, gradients, ranks, reduced_in, sharding, tensor, tiny,
+};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Tensor};
 use candle_ddp::comm_hook::AllReduce;
@@ -23,7 +25,7 @@ fn loss(ddp: &Ddp, pg: &ProcessGroup, batch: usize) -> Result<Tensor> {
 
 /// Adds the gradients of `loss` to `grads`.
 fn add(loss: &Tensor, ddp: &Ddp, grads: &mut GradStore) -> Result<GradStore> {
-    backward_with(loss, &[ddp], Backward { into: Some(grads), ..Default::default() })
+    backward_with(loss, &[ddp], added_to(grads))
 }
 
 /// The averaged gradients of the sum of the losses of `batches`.
@@ -94,7 +96,7 @@ fn sums_of_no_sync_cannot_be_handed_on() {
             let _guard = ddp.no_sync();
             ddp.backward(&loss(&ddp, &pg, 0)?)?
         };
-        let options = Backward { into: Some(&mut local), ..Default::default() };
+        let options = added_to(&mut local);
         let error = backward_with(&loss(&ddp, &pg, 1)?, &[&ddp], options).unwrap_err();
         assert!(matches!(&error, Error::InvalidArgument { argument: "into", .. }), "{error}");
         let sum = gradients(&ddp.backward(&loss(&ddp, &pg, 1)?)?, &ddp.parameters());
@@ -248,7 +250,7 @@ fn the_gradient_of_a_shared_variable_stays_whichever_model_it_came_from() {
         let of_b = |factor: f64| b.call(|shared| (shared * factor)?.sum_all());
         let mut grads = GradStore::default();
         let loss = (a.call(|(_, own)| own.sum_all())? + of_b(2.)?)?;
-        grads = backward_with(&loss, &[&a, &b], Backward { into: Some(&mut grads), ..Default::default() })?;
+        grads = backward_with(&loss, &[&a, &b], added_to(&mut grads))?;
         let another = b.backward(&of_b(3.)?)?;
         assert_eq!(gradients(&another, &b.parameters()), [3.; 3]);
         assert_eq!(gradients(&grads, &b.parameters()), [2.; 3]);

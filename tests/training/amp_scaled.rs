@@ -1,12 +1,12 @@
 //! Gradients that are still scaled reach no optimizer, and a scale that sinks never makes a step.
-use crate::common::{floats, of_micro_batch, of_zero, ranks, with_virtual_ranks};
+use crate::common::{added_to, counted, floats, of_micro_batch, of_zero, ranks, with_virtual_ranks};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor, Var};
 use candle_ddp::amp::{GradScaler, GradScalerOptions};
 use candle_ddp::optim::{
     AdamW, Optimizer, ParamsAdamW, ParamsSgd, Sgd, ZeroRedundancyOptimizer, clip_grad_norm, clip_grad_value,
 };
-use candle_ddp::{Backward, DistributedDataParallel, Error, ProcessGroup, Result, backward_with};
+use candle_ddp::{DistributedDataParallel, Error, ProcessGroup, Result, backward_with};
 use candle_nn::{Linear, VarMap, linear};
 
 fn scaler(pg: &ProcessGroup, var: &Var, init_scale: f64) -> Result<GradScaler> {
@@ -32,7 +32,7 @@ fn of_rank_0(ddp: &DistributedDataParallel<Linear>, scaler: &GradScaler) -> Resu
         0 => (scaler.scale(&loss(ddp)?)?, 1.),
         _ => (Tensor::zeros((), DType::F32, &Device::Cpu)?, 0.),
     };
-    backward_with(&loss, &[ddp], Backward { count: Some(count), ..Default::default() })
+    backward_with(&loss, &[ddp], counted(count))
 }
 
 #[test]
@@ -115,11 +115,7 @@ fn scaled_gradients_are_clipped_and_used_only_after_unscale() {
         assert_eq!(vars.iter().flat_map(|var| floats(var)).collect::<Vec<_>>(), before);
         // The same for gradients that are added up, and for gradients of candle's own backward pass.
         let mut sum = GradStore::default();
-        sum = backward_with(
-            &scaler.scale(&loss(&ddp)?)?,
-            &[&ddp],
-            Backward { into: Some(&mut sum), ..Default::default() },
-        )?;
+        sum = backward_with(&scaler.scale(&loss(&ddp)?)?, &[&ddp], added_to(&mut sum))?;
         refused(optimizer.clip_grad_norm(&mut sum, 1.0), "clip_grad_norm");
         let var = Var::ones(2, DType::F32, &Device::Cpu)?;
         let mut own = scaler.scale(&var.sum_all()?)?.backward()?;

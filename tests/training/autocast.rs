@@ -1,27 +1,27 @@
 //! Mixed precision and autocast learn as PyTorch's autocast does: `scripts/golden_autocast.py`.
-use crate::common::ranks;
+use crate::common::{ranks, reduced_in};
 use crate::sixteen_bits::net::block::Block;
-use candle_core::{D, DType, Device, IndexOp, Module, ModuleT, Result as CandleResult, Tensor};
+use candle_core::{D, DType, Device, IndexOp, Module, Result as CandleResult, Tensor};
 use candle_ddp::amp::{Autocast, GradScaler, GradScalerOptions};
 use candle_ddp::nn::{
-    AttentionOptions, BatchNorm, Conv2d, Embedding, LayerNorm, Linear, add, conv2d_no_bias, cross_entropy, embedding,
-    gelu_erf, layer_norm, linear, linear_no_bias, relu, scaled_dot_product_attention_qkvpacked, sync_batch_norm,
+    AttentionOptions, add, conv2d_no_bias, cross_entropy, embedding, gelu_erf, layer_norm, linear, linear_no_bias,
+    relu, scaled_dot_product_attention_qkvpacked, sync_batch_norm,
 };
 use candle_ddp::optim::{AdamW, ParamsAdamW};
-use candle_ddp::{Buckets, DdpOptions, DistributedDataParallel, Precision, ProcessGroup, ReduceOp, Result};
-use candle_nn::{Conv2dConfig, VarBuilder, VarMap};
+use candle_ddp::{DdpOptions, DistributedDataParallel, Precision, ProcessGroup, ReduceOp, Result};
+use candle_nn::{Conv2dConfig, Func, FuncT, VarBuilder, VarMap, func, func_t};
 
 const RANKS: usize = 2;
 
 /// A model of the script, and its data.
-trait Golden: ModuleT + Sized {
+trait Golden {
     const NAME: &str;
     const SAMPLES: usize;
     const BATCH: usize;
     /// Of the script's 200 steps, those that are compared. The test of the smallest model compares all.
     const STEPS: usize = 60;
 
-    fn new(vb: VarBuilder, pg: &ProcessGroup) -> CandleResult<Self>;
+    fn model(vb: VarBuilder, pg: &ProcessGroup) -> CandleResult<FuncT<'static>>;
     /// The inputs and targets of all samples.
     fn data() -> CandleResult<(Tensor, Tensor)>;
 }
@@ -43,14 +43,7 @@ fn noise(shape: &[usize], key: u32) -> CandleResult<Tensor> {
     Tensor::from_vec(values, shape, &Device::Cpu)
 }
 
-struct Mlp(Vec<Linear>);
-
-impl ModuleT for Mlp {
-    fn forward_t(&self, x: &Tensor, _: bool) -> CandleResult<Tensor> {
-        let (last, layers) = self.0.split_last().unwrap();
-        last.forward(&layers.iter().try_fold(x.clone(), |x, layer| relu(&layer.forward(&x)?))?)
-    }
-}
+struct Mlp;
 
 impl Golden for Mlp {
     const NAME: &str = "mlp";
@@ -58,9 +51,11 @@ impl Golden for Mlp {
     const SAMPLES: usize = 256;
     const BATCH: usize = 32;
 
-    fn new(vb: VarBuilder, _: &ProcessGroup) -> CandleResult<Self> {
+    fn model(vb: VarBuilder, _: &ProcessGroup) -> CandleResult<FuncT<'static>> {
         let vb = vb.pp("layers");
-        Ok(Self(vec![linear(32, 64, vb.pp(0))?, linear(64, 64, vb.pp(1))?, linear(64, 10, vb.pp(2))?]))
+        let layers = [linear(32, 64, vb.pp(0))?, linear(64, 64, vb.pp(1))?];
+        let last = linear(64, 10, vb.pp(2))?;
+        Ok(func_t(move |x, _| last.forward(&layers.iter().try_fold(x.clone(), |x, layer| relu(&layer.forward(&x)?))?)))
     }
 
     fn data() -> CandleResult<(Tensor, Tensor)> {
@@ -70,40 +65,28 @@ impl Golden for Mlp {
     }
 }
 
-struct ResNet {
-    conv: Vec<Conv2d>,
-    norm: Vec<BatchNorm>,
-    head: Linear,
-}
-
-impl ModuleT for ResNet {
-    fn forward_t(&self, x: &Tensor, train: bool) -> CandleResult<Tensor> {
-        let relu = |index: usize, x: &Tensor| self.norm[index].forward_relu_t(&self.conv[index].forward(x)?, train);
-        let x = relu(0, x)?;
-        let x = self.norm[2].forward_add_relu_t(&self.conv[2].forward(&relu(1, &x)?)?, &x, train)?;
-        self.head.forward(&relu(3, &x)?.flatten_from(2)?.mean(D::Minus1)?)
-    }
-}
+struct ResNet;
 
 impl Golden for ResNet {
     const NAME: &str = "resnet";
     const SAMPLES: usize = 64;
     const BATCH: usize = 16;
 
-    fn new(vb: VarBuilder, pg: &ProcessGroup) -> CandleResult<Self> {
-        let sizes = [(3, 8, 1), (8, 8, 1), (8, 8, 1), (8, 16, 2)];
-        let config = |stride| Conv2dConfig { padding: 1, stride, ..Default::default() };
-        let conv = sizes.iter().enumerate();
-        let conv = conv.map(|(index, (inputs, outputs, stride))| {
-            conv2d_no_bias(*inputs, *outputs, 3, config(*stride), vb.pp("conv").pp(index))
-        });
-        let norm = sizes.iter().enumerate();
-        let norm = norm.map(|(index, (_, outputs, _))| sync_batch_norm(pg, *outputs, 1e-5, vb.pp("norm").pp(index)));
-        Ok(Self {
-            conv: conv.collect::<CandleResult<_>>()?,
-            norm: norm.collect::<CandleResult<_>>()?,
-            head: linear(16, 4, vb.pp("head"))?,
-        })
+    fn model(vb: VarBuilder, pg: &ProcessGroup) -> CandleResult<FuncT<'static>> {
+        let (mut conv, mut norm) = (Vec::new(), Vec::new());
+        for (index, (inputs, outputs, stride)) in [(3, 8, 1), (8, 8, 1), (8, 8, 1), (8, 16, 2)].into_iter().enumerate()
+        {
+            let config = Conv2dConfig { padding: 1, stride, ..Default::default() };
+            conv.push(conv2d_no_bias(inputs, outputs, 3, config, vb.pp("conv").pp(index))?);
+            norm.push(sync_batch_norm(pg, outputs, 1e-5, vb.pp("norm").pp(index))?);
+        }
+        let head = linear(16, 4, vb.pp("head"))?;
+        Ok(func_t(move |x, train| {
+            let relu = |index: usize, x: &Tensor| norm[index].forward_relu_t(&conv[index].forward(x)?, train);
+            let x = relu(0, x)?;
+            let x = norm[2].forward_add_relu_t(&conv[2].forward(&relu(1, &x)?)?, &x, train)?;
+            head.forward(&relu(3, &x)?.flatten_from(2)?.mean(D::Minus1)?)
+        }))
     }
 
     fn data() -> CandleResult<(Tensor, Tensor)> {
@@ -113,32 +96,23 @@ impl Golden for ResNet {
     }
 }
 
-struct Gpt {
-    tokens: Embedding,
-    blocks: Vec<Block>,
-    norm: LayerNorm,
-    head: Linear,
-}
-
-impl ModuleT for Gpt {
-    fn forward_t(&self, x: &Tensor, _: bool) -> CandleResult<Tensor> {
-        let x = self.blocks.iter().try_fold(self.tokens.forward(x)?, |x, block| block.forward(&x))?;
-        self.head.forward(&self.norm.forward(&x)?)?.flatten_to(1)
-    }
-}
+struct Gpt;
 
 impl Golden for Gpt {
     const NAME: &str = "gpt";
     const SAMPLES: usize = 64;
     const BATCH: usize = 8;
 
-    fn new(vb: VarBuilder, _: &ProcessGroup) -> CandleResult<Self> {
-        Ok(Self {
-            tokens: embedding(32, 24, vb.pp("tokens"))?,
-            blocks: (0..2).map(|index| Block::new(24, 2, vb.pp("blocks").pp(index))).collect::<CandleResult<_>>()?,
-            norm: layer_norm(24, 1e-5, vb.pp("norm"))?,
-            head: linear_no_bias(24, 32, vb.pp("head"))?,
-        })
+    fn model(vb: VarBuilder, _: &ProcessGroup) -> CandleResult<FuncT<'static>> {
+        let tokens = embedding(32, 24, vb.pp("tokens"))?;
+        let block = |index: usize| Block::new(24, 2, vb.pp("blocks").pp(index));
+        let blocks = [block(0)?, block(1)?];
+        let norm = layer_norm(24, 1e-5, vb.pp("norm"))?;
+        let head = linear_no_bias(24, 32, vb.pp("head"))?;
+        Ok(func_t(move |x, _| {
+            let x = blocks.iter().try_fold(tokens.forward(x)?, |x, block| block.forward(&x))?;
+            head.forward(&norm.forward(&x)?)?.flatten_to(1)
+        }))
     }
 
     fn data() -> CandleResult<(Tensor, Tensor)> {
@@ -157,65 +131,37 @@ impl Golden for Gpt {
     }
 }
 
-struct BertBlock {
-    qkv: Linear,
-    out: Linear,
-    up: Linear,
-    down: Linear,
-    norms: [LayerNorm; 2],
+fn bert_block(width: usize, vb: VarBuilder) -> CandleResult<Func<'static>> {
+    let norm = |index: usize| layer_norm(width, 1e-5, vb.pp("norms").pp(index));
+    let [after_attention, last] = [norm(0)?, norm(1)?];
+    let (qkv, out) = (linear(width, 3 * width, vb.pp("qkv"))?, linear(width, width, vb.pp("out"))?);
+    let (up, down) = (linear(width, 4 * width, vb.pp("up"))?, linear(4 * width, width, vb.pp("down"))?);
+    Ok(func(move |x| {
+        let seen = scaled_dot_product_attention_qkvpacked(&qkv.forward(x)?, 2, AttentionOptions::default())?;
+        let x = after_attention.forward(&add(x, &out.forward(&seen)?)?)?;
+        let hidden = down.forward(&gelu_erf(&up.forward(&x)?)?)?;
+        last.forward(&add(&x, &hidden)?)
+    }))
 }
 
-impl BertBlock {
-    fn new(width: usize, vb: VarBuilder) -> CandleResult<Self> {
-        let norm = |index: usize| layer_norm(width, 1e-5, vb.pp("norms").pp(index));
-        Ok(Self {
-            qkv: linear(width, 3 * width, vb.pp("qkv"))?,
-            out: linear(width, width, vb.pp("out"))?,
-            up: linear(width, 4 * width, vb.pp("up"))?,
-            down: linear(4 * width, width, vb.pp("down"))?,
-            norms: [norm(0)?, norm(1)?],
-        })
-    }
-
-    fn forward(&self, x: &Tensor) -> CandleResult<Tensor> {
-        let qkv = self.qkv.forward(x)?;
-        let seen = scaled_dot_product_attention_qkvpacked(&qkv, 2, AttentionOptions::default())?;
-        let x = self.norms[0].forward(&add(x, &self.out.forward(&seen)?)?)?;
-        let hidden = self.down.forward(&gelu_erf(&self.up.forward(&x)?)?)?;
-        self.norms[1].forward(&add(&x, &hidden)?)
-    }
-}
-
-struct Bert {
-    tokens: Embedding,
-    places: Embedding,
-    blocks: Vec<BertBlock>,
-    norm: LayerNorm,
-    head: Linear,
-}
-
-impl ModuleT for Bert {
-    fn forward_t(&self, x: &Tensor, _: bool) -> CandleResult<Tensor> {
-        let places = Tensor::arange(0u32, x.dim(1)? as u32, x.device())?;
-        let x = self.norm.forward(&add(&self.tokens.forward(x)?, &self.places.forward(&places)?)?)?;
-        let x = self.blocks.iter().try_fold(x, |x, block| block.forward(&x))?;
-        self.head.forward(&x.i((.., 0))?)
-    }
-}
+struct Bert;
 
 impl Golden for Bert {
     const NAME: &str = "bert";
     const SAMPLES: usize = 64;
     const BATCH: usize = 16;
 
-    fn new(vb: VarBuilder, _: &ProcessGroup) -> CandleResult<Self> {
-        Ok(Self {
-            tokens: embedding(16, 24, vb.pp("tokens"))?,
-            places: embedding(8, 24, vb.pp("tokens_at"))?,
-            blocks: (0..2).map(|index| BertBlock::new(24, vb.pp("blocks").pp(index))).collect::<CandleResult<_>>()?,
-            norm: layer_norm(24, 1e-5, vb.pp("norm"))?,
-            head: linear(24, 4, vb.pp("head"))?,
-        })
+    fn model(vb: VarBuilder, _: &ProcessGroup) -> CandleResult<FuncT<'static>> {
+        let (tokens, places) = (embedding(16, 24, vb.pp("tokens"))?, embedding(8, 24, vb.pp("tokens_at"))?);
+        let block = |index: usize| bert_block(24, vb.pp("blocks").pp(index));
+        let blocks = [block(0)?, block(1)?];
+        let (norm, head) = (layer_norm(24, 1e-5, vb.pp("norm"))?, linear(24, 4, vb.pp("head"))?);
+        Ok(func_t(move |x, _| {
+            let numbers = Tensor::arange(0u32, x.dim(1)? as u32, x.device())?;
+            let x = norm.forward(&add(&tokens.forward(x)?, &places.forward(&numbers)?)?)?;
+            let x = blocks.iter().try_fold(x, |x, block| block.forward(&x))?;
+            head.forward(&x.i((.., 0))?)
+        }))
     }
 
     fn data() -> CandleResult<(Tensor, Tensor)> {
@@ -248,9 +194,9 @@ fn fill(varmap: &VarMap) -> CandleResult<()> {
 fn train<G: Golden>(level: impl Fn() -> DdpOptions + Sync, scales: bool, steps: usize) -> Vec<f64> {
     let mut losses = ranks(RANKS, |pg| {
         let varmap = VarMap::new();
-        G::new(VarBuilder::from_varmap(&varmap, DType::F32, pg.device()), &pg)?;
+        G::model(VarBuilder::from_varmap(&varmap, DType::F32, pg.device()), &pg)?;
         fill(&varmap)?;
-        let ddp = DistributedDataParallel::with_options(&pg, &varmap, |vb| G::new(vb, &pg), level())?;
+        let ddp = DistributedDataParallel::with_options(&pg, &varmap, |vb| G::model(vb, &pg), level())?;
         let mut optimizer = AdamW::new(&ddp, ParamsAdamW { lr: 2e-3, ..Default::default() })?;
         let options = GradScalerOptions { init_scale: 1024.0, enabled: scales, ..Default::default() };
         let mut scaler = GradScaler::new(&pg, ddp.named_parameters(), options)?;
@@ -298,14 +244,8 @@ fn follows_autocast<G: Golden>() {
             "{case}: the losses differ from PyTorch's by {ours}, and those of two seeds by {seeds}"
         );
     };
-    let half = || {
-        let precision = Precision::Half { param_dtype: DType::BF16, buffer_dtype: None };
-        DdpOptions {
-            precision,
-            buckets: Buckets { reduce_dtype: Some(DType::F32), ..Default::default() },
-            ..Default::default()
-        }
-    };
+    let precision = Precision::Half { param_dtype: DType::BF16, buffer_dtype: None };
+    let half = || DdpOptions { precision, ..reduced_in(Some(DType::F32)) };
     follows("half", &train::<G>(half, false, G::STEPS), &bf16);
     let casts = |mode| DdpOptions { precision: Precision::Autocast(mode), ..Default::default() };
     follows("lists", &train::<G>(|| casts(Autocast::Lists(DType::BF16)), false, G::STEPS), &bf16);

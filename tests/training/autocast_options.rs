@@ -1,11 +1,11 @@
 //! Autocast as an option of DistributedDataParallel, and what else it meets.
-use crate::common::{assert_error, fill, ranks, tensor, try_ranks};
-use candle_core::{DType, Device, Module, Result as CandleResult, Tensor};
+use crate::common::{assert_error, fill, ranks, reduced_in, tensor, try_ranks};
+use candle_core::{DType, Device, Module, Result as CandleResult};
 use candle_ddp::amp::{Autocast, autocast, autocast_off};
 use candle_ddp::data_parallel::DataParallel;
 use candle_ddp::nn::{Linear, add, autocast_mode, linear, no_grad};
-use candle_ddp::{Buckets, DdpOptions, DistributedDataParallel, Error, Precision, ProcessGroup, Result};
-use candle_nn::{VarBuilder, VarMap};
+use candle_ddp::{DdpOptions, DistributedDataParallel, Precision, ProcessGroup, Result};
+use candle_nn::VarMap;
 
 const BF16: Autocast = Autocast::Lists(DType::BF16);
 
@@ -52,33 +52,19 @@ fn options_that_do_not_fit_are_refused_on_every_rank() {
     }
     // Gradients may travel in 16 bits.
     ranks(2, |pg| {
-        model(
-            &pg,
-            DdpOptions {
-                buckets: Buckets { reduce_dtype: Some(DType::BF16), ..options(BF16).buckets },
-                ..options(BF16)
-            },
-        )
-        .map(drop)
+        model(&pg, DdpOptions { precision: Precision::Autocast(BF16), ..reduced_in(Some(DType::BF16)) }).map(drop)
     });
-}
-
-/// A residual connection by candle's own sum.
-struct Residual(Linear);
-
-impl Module for Residual {
-    fn forward(&self, x: &Tensor) -> CandleResult<Tensor> {
-        x + self.0.forward(x)?
-    }
 }
 
 #[test]
 fn an_error_of_candles_about_two_dtypes_says_what_helps() {
     let run = |options: DdpOptions| {
         try_ranks(2, |pg| {
-            let build = |vb: VarBuilder| Ok::<_, Error>(Residual(linear(4, 4, vb)?));
+            let build = |vb| linear(4, 4, vb);
             let ddp = DistributedDataParallel::with_options(&pg, &VarMap::new(), build, options.clone())?;
-            ddp.forward(&tensor(&[3, 4], 1))
+            // A residual connection by candle's own sum.
+            let x = tensor(&[3, 4], 1);
+            ddp.call(|net| &x + net.forward(&x)?)
         })
     };
     assert_error(run(options(BF16)), &["use `nn::add` for sums", "Autocast::Products"]);

@@ -1,5 +1,5 @@
 //! Damaged, exchanged and unknown files of checkpoints: another checkpoint is loaded on all ranks, or none on any.
-use crate::common::{assert_error, of_zero, ranks, tensor};
+use crate::common::{assert_error, going_on, of_zero, ranks, tensor};
 use candle_core::{Tensor, Var};
 use candle_ddp::checkpoint::{Checkpointer, CheckpointerOptions, Parts, PerRank, Serde, StateDict};
 use candle_ddp::data::LoaderState;
@@ -73,16 +73,12 @@ impl Run {
     }
 }
 
-fn options() -> CheckpointerOptions {
-    CheckpointerOptions { resume: true, ..Default::default() }
-}
-
 type Values = BTreeMap<String, String>;
 
 /// Saves steps 1 and 2 of a run of two ranks, whose samples depend on `run`. Returns the ranks' values after both.
 fn save(folder: &Path, run: u64) -> Vec<[Values; 2]> {
     ranks(2, |pg| {
-        let (mut training, mut checkpointer) = (Run::new(&pg)?, Checkpointer::new(&pg, folder, options())?);
+        let (mut training, mut checkpointer) = (Run::new(&pg)?, going_on(&pg, folder)?);
         let mut values = [Values::new(), Values::new()];
         for step in 1..=2 {
             training.step(100 * run + step)?;
@@ -119,7 +115,7 @@ fn load(folders: [&Path; 2]) -> Vec<std::result::Result<(Option<u64>, Values), E
         // A checkpointer notices another disk when it is made, and not what happens to a disk afterwards.
         let link = links.path().join(pg.rank().to_string());
         symlink(folders[0], &link).unwrap();
-        let mut checkpointer = Checkpointer::new(&pg, &link, options())?;
+        let mut checkpointer = going_on(&pg, &link)?;
         fs::remove_file(&link).unwrap();
         symlink(folders[pg.rank()], &link).unwrap();
         let mut run = Run::new(&pg)?;
@@ -239,7 +235,7 @@ fn a_checkpoint_of_a_later_version_is_an_error_and_stays() {
         // A run from scratch would mix its own with it.
         let refused = Checkpointer::new(&pg, folder.path(), CheckpointerOptions::default());
         assert_error(refused, &["it holds the checkpoint", "step-00000002"]);
-        let mut checkpointer = Checkpointer::new(&pg, folder.path(), options())?;
+        let mut checkpointer = going_on(&pg, folder.path())?;
         let mut varmap = VarMap::new();
         varmap.data().lock().unwrap().insert("w".to_string(), Var::from_tensor(&tensor(&[2], 1))?);
         assert_error(checkpointer.save(1, ("model", &mut varmap)), &["is of a later step than 1"]);

@@ -1,5 +1,5 @@
 //! Infinities and NaNs in checkpoints: the last finite one stays and is loaded.
-use crate::common::ranks;
+use crate::common::{going_on, ranks};
 use candle_core::{DType, Device, Tensor, Var};
 use candle_ddp::checkpoint::{Checkpointer, CheckpointerOptions, Parts, PerRank, Serde, StateDict};
 use candle_ddp::{Error, ProcessGroup, Result};
@@ -52,10 +52,6 @@ impl Run {
     }
 }
 
-fn options() -> CheckpointerOptions {
-    CheckpointerOptions { resume: true, ..Default::default() }
-}
-
 /// The folders of checkpoints.
 fn folders(root: &Path) -> BTreeSet<String> {
     root.read_dir().unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect()
@@ -67,7 +63,7 @@ fn named(steps: &[u64]) -> BTreeSet<String> {
 
 /// Saves steps 1, 2, …, whose model is finite but for the `last` number.
 fn save(pg: &ProcessGroup, root: &Path, dtype: DType, last: &[f64]) -> Result<()> {
-    let (mut run, mut checkpointer) = (Run::new(dtype), Checkpointer::new(pg, root, options())?);
+    let (mut run, mut checkpointer) = (Run::new(dtype), going_on(pg, root)?);
     for (index, last) in last.iter().enumerate() {
         let step = index as u64 + 1;
         set(&run.varmap, step as f64, if last.is_finite() { step as f64 } else { *last })?;
@@ -85,7 +81,7 @@ fn the_last_finite_checkpoints_stay_and_are_loaded() {
             save(&pg, root, dtype, &[0., 0., 0., f64::NAN, f64::INFINITY, f64::NAN])?;
             // Two finite ones, and the last.
             assert_eq!(folders(root), named(&[2, 3, 6]));
-            let (mut run, mut checkpointer) = (Run::new(dtype), Checkpointer::new(&pg, root, options())?);
+            let (mut run, mut checkpointer) = (Run::new(dtype), going_on(&pg, root)?);
             assert_eq!(checkpointer.load_latest(&mut run)?, Some(3));
             assert_eq!((run.value(), run.best_loss), (3., f64::INFINITY));
             assert!(run.losses.0[0].is_nan());
@@ -111,7 +107,7 @@ fn the_last_finite_checkpoints_stay_and_are_loaded() {
 fn no_nan_is_the_best() {
     let root = tempfile::tempdir().unwrap();
     ranks(2, |pg| {
-        let (mut run, mut checkpointer) = (Run::new(DType::F32), Checkpointer::new(&pg, root.path(), options())?);
+        let (mut run, mut checkpointer) = (Run::new(DType::F32), going_on(&pg, root.path())?);
         checkpointer.save_best(1, &mut run)?;
         set(&run.varmap, 2., f64::NAN)?;
         let folder = checkpointer.save_best(2, &mut run)?.wait()?;
@@ -126,7 +122,7 @@ fn no_nan_is_the_best() {
 fn what_one_rank_has_counts_for_all() {
     let root = tempfile::tempdir().unwrap();
     ranks(2, |pg| {
-        let (mut run, mut checkpointer) = (Run::new(DType::F32), Checkpointer::new(&pg, root.path(), options())?);
+        let (mut run, mut checkpointer) = (Run::new(DType::F32), going_on(&pg, root.path())?);
         checkpointer.save(1, &mut run)?;
         if pg.rank() == 1 {
             set(&run.own.0, 1., f64::NEG_INFINITY)?;
@@ -143,7 +139,7 @@ fn what_one_rank_has_counts_for_all() {
 fn a_run_that_allows_them_keeps_them() {
     let root = tempfile::tempdir().unwrap();
     ranks(2, |pg| {
-        let options = CheckpointerOptions { allow_non_finite: true, ..options() };
+        let options = CheckpointerOptions { allow_non_finite: true, resume: true, ..Default::default() };
         let (mut run, mut checkpointer) = (Run::new(DType::F32), Checkpointer::new(&pg, root.path(), options)?);
         checkpointer.save(1, &mut run)?;
         set(&run.varmap, 2., f64::NEG_INFINITY)?;
@@ -152,7 +148,7 @@ fn a_run_that_allows_them_keeps_them() {
         assert_eq!(checkpointer.load_best(&mut run)?, Some(2));
         drop(checkpointer);
         // It is not marked, so a run that does not allow it looks at the tensors, as in an old folder.
-        let mut checkpointer = Checkpointer::new(&pg, root.path(), self::options())?;
+        let mut checkpointer = going_on(&pg, root.path())?;
         assert_eq!(checkpointer.load_latest(&mut run)?, Some(1));
         assert!(checkpointer.load_best(&mut run).is_err());
         Ok(())
@@ -166,7 +162,7 @@ fn a_folder_without_a_finite_checkpoint_is_an_error_and_no_new_run() {
     ranks(2, |pg| {
         save(&pg, root, DType::F32, &[f64::NAN, f64::NAN])?;
         assert_eq!(folders(root), named(&[2]));
-        let (mut run, mut checkpointer) = (Run::new(DType::F32), Checkpointer::new(&pg, root, options())?);
+        let (mut run, mut checkpointer) = (Run::new(DType::F32), going_on(&pg, root)?);
         let error = checkpointer.load_latest(&mut run).unwrap_err();
         let text = error.to_string();
         assert!(text.contains("a NaN in layer.weight of the part model") && text.contains("load_step(2)"), "{text}");

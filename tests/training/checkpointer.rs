@@ -1,6 +1,7 @@
 //! Checkpoints of whole runs: resumed in any world, damaged, removed, and failures.
 use crate::common::{
-    assert_close, assert_error, buckets, fill, floats, pass_on_a_full_disk, ranks, sharding, tensor, try_ranks, var,
+    assert_close, assert_error, buckets, fill, floats, going_on, pass_on_a_full_disk, ranks, sharding, tensor,
+    try_ranks, var,
 };
 use candle_core::{DType, Device, Module, Tensor, Var};
 use candle_ddp::amp::{GradScaler, GradScalerOptions};
@@ -103,10 +104,6 @@ impl Run {
     }
 }
 
-fn checkpointer(pg: &ProcessGroup, folder: &Path) -> Result<Checkpointer> {
-    Checkpointer::new(pg, folder, CheckpointerOptions { resume: true, ..Default::default() })
-}
-
 fn names(folder: &Path) -> BTreeSet<String> {
     folder.read_dir().unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect()
 }
@@ -127,7 +124,7 @@ fn a_run_that_is_resumed_is_the_run_without_a_break() {
         });
         ranks(world_size, |pg| {
             let mut run = Run::new(&pg, zero, 0.3, 7)?;
-            let mut checkpointer = checkpointer(&pg, folder.path())?;
+            let mut checkpointer = going_on(&pg, folder.path())?;
             run.train(0..3)?;
             let saved = checkpointer.save(3, &mut run)?;
             // Later changes are not in the checkpoint.
@@ -140,7 +137,7 @@ fn a_run_that_is_resumed_is_the_run_without_a_break() {
             let mut run = Run::new(&pg, zero, 0.3, 8)?;
             // The seed comes from the checkpoint.
             *run.generator.lock().unwrap() = Generator::for_rank(0, pg.rank());
-            assert_eq!(checkpointer(&pg, folder.path())?.load_latest(&mut run)?, Some(3));
+            assert_eq!(going_on(&pg, folder.path())?.load_latest(&mut run)?, Some(3));
             run.train(3..6)?;
             run.state()
         });
@@ -169,7 +166,7 @@ fn a_run_goes_on_in_a_world_of_another_size() {
     for (step, world_size, zero) in [(0, 2, false), (2, 2, true), (4, 3, true), (6, 1, true), (8, 2, false)] {
         let found = ranks(world_size, |pg| {
             let mut run = Run::new(&pg, zero, 0., 7)?;
-            let mut checkpointer = checkpointer(&pg, folder.path())?;
+            let mut checkpointer = going_on(&pg, folder.path())?;
             assert_eq!(checkpointer.load_latest(&mut run)?, (step > 0).then_some(step));
             run.train(step..step + 2)?;
             checkpointer.save(step + 2, &mut run)?;
@@ -212,7 +209,7 @@ fn a_save_has_the_values_of_its_moment() {
     let folder = tempfile::tempdir().unwrap();
     ranks(2, |pg| {
         let mut state = Filled::new(0., 1 << 20);
-        let mut checkpointer = checkpointer(&pg, folder.path())?;
+        let mut checkpointer = going_on(&pg, folder.path())?;
         let mut handles: Vec<SaveHandle> = Vec::new();
         for step in 1..=5 {
             state.set(step as f32);
@@ -343,7 +340,7 @@ fn all_parts_are_loaded_on_all_ranks_or_none_on_any() {
     let folder = tempfile::tempdir().unwrap();
     for (zero, step) in [(false, 2), (true, 4)] {
         ranks(3, |pg| {
-            let mut checkpointer = checkpointer(&pg, folder.path())?;
+            let mut checkpointer = going_on(&pg, folder.path())?;
             let mut run = Run::new(&pg, zero, 0.3, 7)?;
             run.train(0..2)?;
             let mut choosy = Choosy { value: 1., refuses: false };
@@ -384,7 +381,7 @@ fn the_model_loads_in_plain_candle() {
     let mut saved = ranks(2, |pg| {
         let mut run = Run::new(&pg, false, 0., 7)?;
         run.train(0..1)?;
-        checkpointer(&pg, folder.path())?.save(1, &mut run)?;
+        going_on(&pg, folder.path())?.save(1, &mut run)?;
         Ok(run.weights())
     });
     let mut varmap = VarMap::new();
@@ -435,7 +432,7 @@ impl StateDict for Own {
 fn a_rank_without_a_state_is_an_error_on_all() {
     let folder = tempfile::tempdir().unwrap();
     ranks(3, |pg| {
-        let mut checkpointer = checkpointer(&pg, folder.path())?;
+        let mut checkpointer = going_on(&pg, folder.path())?;
         let mut own = Own { elements: 2, fails: pg.rank() == 1 };
         match (pg.rank(), checkpointer.save(1, ("own", &mut own))) {
             (1, Err(Error::Io { error, .. })) => assert!(error.to_string().contains("no state today")),
@@ -464,7 +461,7 @@ fn a_folder_that_cannot_be_written_any_more_is_an_error_on_all_ranks() {
             let is_others = matches!(&error, Error::RankFailed { rank: 0, .. });
             assert!(if pg.rank() == 0 { is_own } else { is_others }, "{error:?}");
         };
-        let mut checkpointer = checkpointer(&pg, &root)?;
+        let mut checkpointer = going_on(&pg, &root)?;
         if pg.rank() == 0 {
             std::fs::remove_dir(&root).unwrap();
             std::os::unix::fs::symlink(folder.path().join("deep/missing"), &root).unwrap();
@@ -499,7 +496,7 @@ fn a_full_disk_leaves_the_checkpoints_that_there_are() {
     if let Some(folder) = std::env::var_os(FOLDER) {
         // Rank 1's part alone does not fit.
         ranks(2, |pg| {
-            let mut checkpointer = checkpointer(&pg, Path::new(&folder))?;
+            let mut checkpointer = going_on(&pg, Path::new(&folder))?;
             let mut own = Own { elements: 10 + pg.rank() * 50_000, fails: false };
             let handle = checkpointer.save(2, (("value", &mut 2.0), ("own", &mut own)))?;
             match (pg.rank(), handle.wait()) {
@@ -512,12 +509,12 @@ fn a_full_disk_leaves_the_checkpoints_that_there_are() {
         return;
     }
     let folder = tempfile::tempdir().unwrap();
-    ranks(1, |pg| checkpointer(&pg, folder.path())?.save(1, ("value", &mut 1.0))?.wait());
+    ranks(1, |pg| going_on(&pg, folder.path())?.save(1, ("value", &mut 1.0))?.wait());
     pass_on_a_full_disk(16, module_path!(), NAME, (FOLDER, folder.path()));
     expect(folder.path(), &["step-00000001"]);
     let values = ranks(1, |pg| {
         let mut value = 0.;
-        assert_eq!(checkpointer(&pg, folder.path())?.load_latest(("value", &mut value))?, Some(1));
+        assert_eq!(going_on(&pg, folder.path())?.load_latest(("value", &mut value))?, Some(1));
         Ok(value)
     });
     assert_eq!(values, [1.0]);
@@ -529,7 +526,7 @@ fn a_save_ends_well_where_training_fails() {
     let folder = tempfile::tempdir().unwrap();
     let error = try_ranks(2, |pg| {
         let mut state = Filled::new(3., 1 << 20);
-        let mut checkpointer = checkpointer(&pg, folder.path())?;
+        let mut checkpointer = going_on(&pg, folder.path())?;
         let _handle = checkpointer.save(3, ("state", &mut state))?;
         if pg.rank() == 1 {
             pg.abort("a layer failed");
@@ -539,7 +536,7 @@ fn a_save_ends_well_where_training_fails() {
     assert!(error.unwrap_err().to_string().contains("a layer failed"));
     ranks(1, |pg| {
         let mut state = Filled::new(0., 1 << 20);
-        assert_eq!(checkpointer(&pg, folder.path())?.load_latest(("state", &mut state))?, Some(3));
+        assert_eq!(going_on(&pg, folder.path())?.load_latest(("state", &mut state))?, Some(3));
         assert!(state.values().iter().all(|value| *value == 3.));
         Ok(())
     });

@@ -1,5 +1,5 @@
 //! States that differ from rank to rank, and folders in which a run cannot begin.
-use crate::common::{assert_error, ranks, try_ranks};
+use crate::common::{assert_error, going_on, ranks, try_ranks};
 use candle_core::{DType, Device};
 use candle_ddp::checkpoint::{Checkpointer, CheckpointerOptions, PerRank, RankZero, Serde, StateDict};
 use candle_ddp::optim::{AdamW, ParamsAdamW};
@@ -11,10 +11,6 @@ use std::path::Path;
 
 fn new(pg: &ProcessGroup, folder: &Path) -> Result<Checkpointer> {
     Checkpointer::new(pg, folder, CheckpointerOptions::default())
-}
-
-fn going_on(pg: &ProcessGroup, folder: &Path) -> Result<Checkpointer> {
-    Checkpointer::new(pg, folder, CheckpointerOptions { resume: true, ..Default::default() })
 }
 
 fn draw(generator: &mut Generator, count: usize) -> Vec<u64> {

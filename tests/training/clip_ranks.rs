@@ -1,5 +1,5 @@
 //! Clipping where ranks have different gradients, or none.
-use crate::common::{floats, gradients, ranks, tensor};
+use crate::common::{added_to, floats, gradients, ranks, tensor};
 use candle_core::backprop::GradStore;
 use candle_core::{Module, Tensor, Var};
 use candle_ddp::nn::{Linear, linear};
@@ -7,9 +7,7 @@ use candle_ddp::optim::{
     Lamb, NormType, Optimizer, ParamsLamb, ParamsSgd, Sgd, ZeroRedundancyOptimizer, clip_grad_norm,
     clip_grad_norm_with, clip_grad_value,
 };
-use candle_ddp::{
-    Backward, DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result, Role, Sharding, backward_with,
-};
+use candle_ddp::{DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result, Role, Sharding, backward_with};
 use candle_nn::{VarBuilder, VarMap};
 use std::sync::Arc;
 
@@ -35,7 +33,7 @@ fn backward(ddp: &Ddp, step: u64) -> Result<GradStore> {
     let loss = (y.sqr()?.mean_all()? * 10.)?;
     // The sum of two passes has its own memory.
     let mut grads = ddp.backward(&(&loss * 0.5)?)?;
-    let options = Backward { into: Some(&mut grads), ..Default::default() };
+    let options = added_to(&mut grads);
     backward_with(&(loss * 0.5)?, &[ddp], options)
 }
 

@@ -1,6 +1,6 @@
 //! Communication hooks, with ranks as threads: the reducer's part, and hooks with one stage.
-use crate::common::{assert_close, floats, ranks, tensor, tiny};
-use crate::weights::{Model, Shapes, backward};
+use crate::common::{assert_close, floats, ranks, tiny};
+use crate::weights::{Model, Shapes, backward, full};
 use candle_core::{DType, Device, Tensor};
 use candle_ddp::amp::{GradScaler, GradScalerOptions};
 use candle_ddp::comm_hook::{AllReduce, Bf16Compress, CommHook, Fp16Compress, GradBucket, HookWork, Noop};
@@ -14,12 +14,8 @@ fn wrap(pg: &ProcessGroup, options: DdpOptions) -> Result<Model> {
     crate::weights::wrap(pg, SHAPES, options)
 }
 
-/// All gradients of rank `rank` in step `step`.
 fn all(rank: usize, step: usize) -> Vec<Option<Tensor>> {
-    let gradient = |(index, (_, shape)): (usize, &(&str, &[usize]))| {
-        Some(tensor(shape, 1 + (rank * 1000 + step * 10 + index) as u64))
-    };
-    SHAPES.iter().enumerate().map(gradient).collect()
+    full(SHAPES, rank, step)
 }
 
 fn mean_of(world: usize, step: usize, index: usize) -> Vec<f32> {

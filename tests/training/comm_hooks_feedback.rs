@@ -1,38 +1,21 @@
 //! PowerSGD, a hook that drops parts of a gradient and adds them later.
-use crate::common::{assert_close, assert_error, failing, fill, filled, floats, ranks, tensor, tiny, try_ranks};
-use crate::weights::{Model, Shapes, backward, wrap};
+use crate::common::{
+    assert_close, assert_error, buckets, failing, fill, filled, floats, going_on, ranks, tensor, tiny, try_ranks,
+};
+use crate::weights::{Model, SHAPES, Shapes, backward, flat, full, model, small_buckets, wrap};
 use candle_core::{DType, Device, Module, Tensor, safetensors};
 use candle_ddp::checkpoint::{Checkpointer, CheckpointerOptions, StateDict};
 use candle_ddp::comm_hook::{AllReduce, CommHook, Int8Compress, PowerSgd, PowerSgdOptions};
 use candle_ddp::optim::{ParamsReduceLrOnPlateau, ReduceLrOnPlateau};
-use candle_ddp::{Buckets, DdpOptions, DistributedDataParallel, Error, Precision, ProcessGroup, Result, Unused};
+use candle_ddp::{Buckets, DdpOptions, DistributedDataParallel, Error, Precision, Result};
 use candle_nn::{Optimizer, SGD, VarBuilder, VarMap};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-
-/// Registration order; gradients arrive in a different order, so that the buckets are rebuilt.
-const SHAPES: Shapes = &[("a", &[12, 10]), ("bias", &[9]), ("conv", &[8, 3, 5]), ("small", &[2, 2])];
 
 fn power_sgd(rank: usize) -> PowerSgd {
     // These options also compress small matrices.
     let options = PowerSgdOptions { start_iter: 0, min_compression_rate: 1.01, ..Default::default() };
     PowerSgd::new(PowerSgdOptions { matrix_approximation_rank: rank, ..options }).unwrap()
-}
-
-fn model(pg: &ProcessGroup, hook: impl CommHook, options: DdpOptions) -> Result<Model> {
-    let ddp = wrap(pg, SHAPES, options)?;
-    ddp.register_comm_hook(hook)?;
-    Ok(ddp)
-}
-
-/// Buckets of 500 bytes; rebuilding them moves parameters between buckets.
-fn small_buckets() -> DdpOptions {
-    let mib = 500.0 / f64::from(1 << 20);
-    DdpOptions {
-        unused: Unused::Allow,
-        buckets: Buckets { bucket_cap_mb: mib, first_bucket_mb: mib, ..Default::default() },
-        ..Default::default()
-    }
 }
 
 /// Gradients whose matrices have rank 1.
@@ -46,19 +29,8 @@ fn thin(rank: usize, step: usize) -> Vec<Option<Tensor>> {
     SHAPES.iter().enumerate().map(gradient).collect()
 }
 
-fn full(rank: usize, step: usize) -> Vec<Option<Tensor>> {
-    let gradient = |(index, (_, shape)): (usize, &(&str, &[usize]))| {
-        Some(tensor(shape, (1 + rank * 1000 + step * 10 + index) as u64))
-    };
-    SHAPES.iter().enumerate().map(gradient).collect()
-}
-
 fn zeros() -> Vec<Option<Tensor>> {
     SHAPES.iter().map(|(_, shape)| Some(Tensor::zeros(*shape, DType::F32, &Device::Cpu).unwrap())).collect()
-}
-
-fn flat(gradients: &[Option<Tensor>]) -> Vec<f32> {
-    gradients.iter().flat_map(|gradient| floats(gradient.as_ref().expect("a gradient"))).collect()
 }
 
 /// The mean over the ranks of the gradients that `of_rank` returns.
@@ -142,7 +114,7 @@ fn power_sgd_starts_after_the_given_number_of_passes() {
         let ddp = model(&pg, PowerSgd::new(options)?, small_buckets())?;
         let plain = model(&pg, AllReduce::default(), small_buckets())?;
         for step in 0..4 {
-            let gradients = full(pg.rank(), step);
+            let gradients = full(SHAPES, pg.rank(), step);
             let (got, expected) = (flat(&backward(&ddp, &gradients)?), flat(&backward(&plain, &gradients)?));
             assert_eq!(got == expected, step < 2, "step {step}");
         }
@@ -164,7 +136,7 @@ fn sums(world: usize, hook: impl Fn() -> Box<dyn Fn(&Model) -> Result<()>> + Syn
         let mut sum = vec![0.0; 253];
         let mut early = Vec::new();
         for step in 0..2 * steps {
-            let gradients = if step < steps { full(pg.rank(), step) } else { zeros() };
+            let gradients = if step < steps { full(SHAPES, pg.rank(), step) } else { zeros() };
             add(&mut sum, &flat(&backward(&ddp, &gradients)?), 1.0);
             if step + 1 == steps {
                 early = sum.clone();
@@ -180,7 +152,7 @@ fn sums(world: usize, hook: impl Fn() -> Box<dyn Fn(&Model) -> Result<()>> + Syn
 /// The summed results without compression.
 fn plain_sum(world: usize, steps: usize) -> Vec<f32> {
     let mut sum = vec![0.0; 253];
-    (0..steps).for_each(|step| add(&mut sum, &mean(world, |rank| full(rank, step)), 1.0));
+    (0..steps).for_each(|step| add(&mut sum, &mean(world, |rank| full(SHAPES, rank, step)), 1.0));
     sum
 }
 
@@ -360,10 +332,7 @@ fn parameters_may_have_no_elements() {
     for caps in [0., 25.] {
         ranks(2, |pg| {
             let shapes: Shapes = &[("a", &[0, 3]), ("b", &[2, 0]), ("c", &[3, 0, 2]), ("d", &[0]), ("e", &[4])];
-            let options = DdpOptions {
-                buckets: Buckets { bucket_cap_mb: caps, first_bucket_mb: caps, ..Default::default() },
-                ..Default::default()
-            };
+            let options = DdpOptions { buckets: buckets(caps, caps), ..Default::default() };
             for hook in 0..3 {
                 let ddp = wrap(&pg, shapes, options.clone())?;
                 match hook {
@@ -408,7 +377,7 @@ fn resume<H: CommHook>(hook: impl Fn() -> H + Sync) {
                         false => state.load(&file)?,
                     }
                 }
-                let gradients = full(pg.rank(), step);
+                let gradients = full(SHAPES, pg.rank(), step);
                 let (expected, found) = (backward(&straight, &gradients)?, backward(&broken, &gradients)?);
                 assert!(flat(&found) == flat(&expected), "step {step}");
             }
@@ -418,8 +387,7 @@ fn resume<H: CommHook>(hook: impl Fn() -> H + Sync) {
             let error = try_ranks(1, |pg| {
                 let ddp = model(&pg, hook(), DdpOptions::default())?;
                 let mut state = ddp.comm_hook_state().expect("a hook");
-                Checkpointer::new(&pg, folder.path(), CheckpointerOptions { resume: true, ..Default::default() })?
-                    .load_latest(("hook", &mut state))
+                going_on(&pg, folder.path())?.load_latest(("hook", &mut state))
             });
             assert_error(error, &["each of 2 ranks has saved its own state"]);
         }
@@ -439,7 +407,7 @@ fn the_state_of_another_hook_is_refused() {
     ranks(1, |pg| {
         let low_rank = || model(&pg, power_sgd(1), DdpOptions::default());
         let ddp = low_rank()?;
-        backward(&ddp, &full(0, 0))?;
+        backward(&ddp, &full(SHAPES, 0, 0))?;
         let plain = wrap(&pg, SHAPES, DdpOptions::default())?;
         assert!(plain.comm_hook_state().is_none());
         let none = model(&pg, AllReduce::default(), DdpOptions::default())?;

@@ -1,26 +1,16 @@
 //! Int8Compress: integers of 8 bits, which are added up as floating-point numbers.
 use crate::common::{assert_close, assert_error, floats, ranks, tensor, tiny};
-use crate::weights::{Model, Shapes, backward, wrap};
+use crate::weights::{Model, SHAPES, backward, flat, small_buckets, wrap};
 use candle_core::{DType, Device, Tensor};
 use candle_ddp::checkpoint::StateDict;
 use candle_ddp::comm_hook::Int8Compress;
-use candle_ddp::{Buckets, DdpOptions, OnNonFinite, Precision, ProcessGroup, Result, Unused};
+use candle_ddp::{Buckets, DdpOptions, OnNonFinite, Precision, ProcessGroup, Result};
 
-/// 253 elements, which are no multiple of a block's 64. Gradients arrive in another order, so the buckets are rebuilt.
-const SHAPES: Shapes = &[("a", &[12, 10]), ("bias", &[9]), ("conv", &[8, 3, 5]), ("small", &[2, 2])];
+/// No multiple of a block's 64.
 const ELEMENTS: usize = 253;
 
-/// Buckets of 500 bytes.
-fn small_buckets() -> DdpOptions {
-    let mib = 500.0 / f64::from(1 << 20);
-    let buckets = Buckets { bucket_cap_mb: mib, first_bucket_mb: mib, ..Default::default() };
-    DdpOptions { unused: Unused::Allow, buckets, ..Default::default() }
-}
-
 fn model(pg: &ProcessGroup, options: DdpOptions) -> Result<Model> {
-    let ddp = wrap(pg, SHAPES, options)?;
-    ddp.register_comm_hook(Int8Compress::default())?;
-    Ok(ddp)
+    crate::weights::model(pg, Int8Compress::default(), options)
 }
 
 /// The gradients of a rank in a step, from a function of the number of the element.
@@ -38,10 +28,6 @@ fn gradients(value: impl Fn(usize) -> f64) -> Vec<Option<Tensor>> {
 fn random(rank: usize, step: usize) -> Vec<Option<Tensor>> {
     let values = floats(&tensor(&[ELEMENTS], (1 + rank * 1000 + step * 10) as u64));
     gradients(|number| f64::from(values[number]))
-}
-
-fn flat(gradients: &[Option<Tensor>]) -> Vec<f32> {
-    gradients.iter().flat_map(|gradient| floats(gradient.as_ref().expect("a gradient"))).collect()
 }
 
 fn mean(world: usize, step: usize) -> Vec<f32> {

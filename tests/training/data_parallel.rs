@@ -1,58 +1,36 @@
 //! DataParallel on several CPU devices, compared with the same model on one device.
-use crate::common::{Between, assert_buffers_are_read_first, assert_close, assert_error, fill, floats, tensor, var};
+use crate::common::{
+    Between, assert_buffers_are_read_first, assert_close, assert_error, fill, floats, plain, tensor, var,
+};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Module, ModuleT, Tensor, Var};
 use candle_ddp::Error;
 use candle_ddp::data_parallel::{self, DataParallel, gather, parallel_apply, replicate, scatter};
-use candle_nn::{AdamW, BatchNorm, Linear, Optimizer, SGD, VarBuilder, VarMap, batch_norm, linear, loss};
+use candle_nn::{AdamW, Func, FuncT, Optimizer, SGD, VarBuilder, VarMap, batch_norm, func, func_t, linear, loss};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 const CPU: Device = Device::Cpu;
 
+type Net = Func<'static>;
+
 /// A model with tied weights, an unused parameter, and an operation between the layers.
-struct Net {
-    first: Linear,
-    tied: Linear,
-    scale: Tensor,
-    last: Linear,
-}
-
-impl Net {
-    fn new(vb: VarBuilder) -> candle_core::Result<Self> {
-        linear(3, 3, vb.pp("unused"))?;
-        let scale = vb.get_with_hints(6, "scale", candle_nn::Init::Const(1.0))?;
-        Ok(Self {
-            first: linear(6, 6, vb.pp("shared"))?,
-            tied: linear(6, 6, vb.pp("shared"))?,
-            scale,
-            last: linear(6, 4, vb.pp("last"))?,
-        })
-    }
-}
-
-impl Module for Net {
-    fn forward(&self, xs: &Tensor) -> candle_core::Result<Tensor> {
-        let xs = self.first.forward(xs)?.tanh()?.broadcast_mul(&self.scale)?;
-        self.last.forward(&self.tied.forward(&xs)?.relu()?)
-    }
+fn net(vb: VarBuilder) -> candle_core::Result<Net> {
+    linear(3, 3, vb.pp("unused"))?;
+    let scale = vb.get_with_hints(6, "scale", candle_nn::Init::Const(1.0))?;
+    let (first, tied) = (linear(6, 6, vb.pp("shared"))?, linear(6, 6, vb.pp("shared"))?);
+    let last = linear(6, 4, vb.pp("last"))?;
+    Ok(func(move |xs| {
+        let xs = first.forward(xs)?.tanh()?.broadcast_mul(&scale)?;
+        last.forward(&tied.forward(&xs)?.relu()?)
+    }))
 }
 
 fn data_parallel(devices: usize, dtype: DType) -> (VarMap, DataParallel<Net>) {
     let varmap = VarMap::new();
-    let dp = DataParallel::with_dtype(&vec![CPU; devices], &CPU, &varmap, dtype, Net::new).unwrap();
+    let dp = DataParallel::with_dtype(&vec![CPU; devices], &CPU, &varmap, dtype, net).unwrap();
     fill(&varmap, 1);
     (varmap, dp)
-}
-
-/// Returns copies of the variables and a plain candle model that uses them.
-fn plain(varmap: &VarMap, dtype: DType) -> (VarMap, Net) {
-    let copy = VarMap::new();
-    let net = Net::new(VarBuilder::from_varmap(&copy, dtype, &CPU)).unwrap();
-    for (name, var) in varmap.data().lock().unwrap().iter() {
-        copy.data().lock().unwrap()[name].set(var).unwrap();
-    }
-    (copy, net)
 }
 
 fn assert_same_gradients(ours: (&VarMap, &GradStore), plain: (&VarMap, &GradStore), tolerance: f32) {
@@ -73,7 +51,7 @@ fn values_and_gradients_match_one_device() {
     for devices in 1..=4 {
         for rows in [8, 7, 5, 3, 2, 1] {
             let (varmap, dp) = data_parallel(devices, DType::F32);
-            let (copy, net) = plain(&varmap, DType::F32);
+            let (net, copy) = plain(net, DType::F32, 1);
             let (x, target) = (tensor(&[rows, 6], 2), tensor(&[rows, 4], 3));
             let (ours, expected) = (dp.forward(&x).unwrap(), net.forward(&x).unwrap());
             assert_close(&floats(&ours), &floats(&expected), 1e-5, "output");
@@ -90,7 +68,7 @@ fn values_and_gradients_match_one_device() {
 fn other_dtypes_work() {
     for (dtype, tolerance) in [(DType::F64, 1e-6), (DType::BF16, 0.05), (DType::F16, 0.01)] {
         let (varmap, dp) = data_parallel(3, dtype);
-        let (copy, net) = plain(&varmap, dtype);
+        let (net, copy) = plain(net, dtype, 1);
         let x = tensor(&[7, 6], 2).to_dtype(dtype).unwrap();
         let loss = |output: Tensor| output.sqr().unwrap().mean_all().unwrap();
         let ours = dp.backward(&loss(dp.forward(&x).unwrap())).unwrap();
@@ -103,7 +81,7 @@ fn other_dtypes_work() {
 #[test]
 fn twenty_steps_train_as_on_one_device() {
     let (varmap, dp) = data_parallel(3, DType::F32);
-    let (copy, net) = plain(&varmap, DType::F32);
+    let (net, copy) = plain(net, DType::F32, 1);
     let mut ours = AdamW::new_lr(dp.parameters(), 0.01).unwrap();
     let mut theirs = AdamW::new_lr(copy.all_vars(), 0.01).unwrap();
     let mut losses = Vec::new();
@@ -143,7 +121,7 @@ fn candles_own_backward_pass_is_an_error() {
 #[test]
 fn several_forward_passes_may_come_before_one_backward_pass() {
     let (varmap, dp) = data_parallel(2, DType::F32);
-    let (copy, net) = plain(&varmap, DType::F32);
+    let (net, copy) = plain(net, DType::F32, 1);
     let (one, two) = (tensor(&[4, 6], 1), tensor(&[5, 6], 2));
     let loss = |one: Tensor, two: Tensor| {
         (one.sqr().unwrap().sum_all().unwrap() + two.exp().unwrap().sum_all().unwrap()).unwrap()
@@ -159,7 +137,7 @@ fn several_forward_passes_may_come_before_one_backward_pass() {
 #[test]
 fn a_penalty_on_the_variables_adds_to_the_gradients() {
     let (varmap, dp) = data_parallel(2, DType::F32);
-    let (copy, net) = plain(&varmap, DType::F32);
+    let (net, copy) = plain(net, DType::F32, 1);
     let x = tensor(&[4, 6], 1);
     let loss = |varmap: &VarMap, output: Tensor| {
         let penalty = var(varmap, "last.weight").sqr().unwrap().sum_all().unwrap();
@@ -173,7 +151,7 @@ fn a_penalty_on_the_variables_adds_to_the_gradients() {
 #[test]
 fn gradients_reach_inputs_and_pass_through_chained_models() {
     let (varmap, dp) = data_parallel(3, DType::F32);
-    let (copy, net) = plain(&varmap, DType::F32);
+    let (net, copy) = plain(net, DType::F32, 1);
     let heads = VarMap::new();
     let head = DataParallel::new(&[CPU, CPU], &CPU, &heads, |vb| linear(4, 2, vb)).unwrap();
     fill(&heads, 5);
@@ -193,24 +171,14 @@ fn gradients_reach_inputs_and_pass_through_chained_models() {
     }
 }
 
-/// A model that itself splits its input over devices.
-struct Nested {
-    linear: Linear,
-    inner: DataParallel<Linear>,
-}
-
-impl ModuleT for Nested {
-    fn forward_t(&self, xs: &Tensor, train: bool) -> candle_core::Result<Tensor> {
-        self.linear.forward(xs)?.tanh()?.apply_t(&self.inner, train)
-    }
-}
-
 #[test]
 fn a_replica_may_hold_a_data_parallel_model() {
     let (outside, inside) = (VarMap::new(), VarMap::new());
+    // A model that itself splits its input over devices.
     let build = |vb: VarBuilder| {
         let inner = DataParallel::new(&[CPU, CPU], &CPU, &inside, |vb| linear(4, 2, vb))?;
-        Ok::<_, Error>(Nested { linear: linear(6, 4, vb)?, inner })
+        let linear = linear(6, 4, vb)?;
+        Ok::<_, Error>(func_t(move |xs, train| linear.forward(xs)?.tanh()?.apply_t(&inner, train)))
     };
     let dp = DataParallel::new(&[CPU, CPU], &CPU, &outside, build).unwrap();
     fill(&outside, 1);
@@ -228,7 +196,7 @@ fn a_replica_may_hold_a_data_parallel_model() {
 #[test]
 fn models_may_take_and_return_several_tensors() {
     let (varmap, dp) = data_parallel(3, DType::F32);
-    let (copy, net) = plain(&varmap, DType::F32);
+    let (net, copy) = plain(net, DType::F32, 1);
     let (x, index) = (tensor(&[7, 6], 1), Tensor::arange(0u32, 7, &CPU).unwrap());
     let y = Var::from_tensor(&tensor(&[7, 4], 2)).unwrap();
     let unused = Var::from_tensor(&tensor(&[7], 3)).unwrap();
@@ -268,35 +236,21 @@ fn models_may_take_and_return_several_tensors() {
     }
 }
 
-struct WithNorm {
-    linear: Linear,
-    norm: BatchNorm,
-}
-
-impl WithNorm {
-    fn new(vb: VarBuilder) -> candle_core::Result<Self> {
-        Ok(Self { linear: linear(6, 4, vb.pp("linear"))?, norm: batch_norm(4, 1e-5, vb.pp("norm"))? })
-    }
-}
-
-impl ModuleT for WithNorm {
-    fn forward_t(&self, xs: &Tensor, train: bool) -> candle_core::Result<Tensor> {
-        self.norm.forward_t(&self.linear.forward(xs)?, train)
-    }
+fn with_norm(vb: VarBuilder) -> candle_core::Result<FuncT<'static>> {
+    let (linear, norm) = (linear(6, 4, vb.pp("linear"))?, batch_norm(4, 1e-5, vb.pp("norm"))?);
+    Ok(func_t(move |xs, train| norm.forward_t(&linear.forward(xs)?, train)))
 }
 
 #[test]
 fn buffers_follow_the_first_device() {
     let varmap = VarMap::new();
-    let dp = DataParallel::new(&[CPU, CPU], &CPU, &varmap, WithNorm::new).unwrap();
-    let alone = VarMap::new();
-    let net = WithNorm::new(VarBuilder::from_varmap(&alone, DType::F32, &CPU)).unwrap();
+    let dp = DataParallel::new(&[CPU, CPU], &CPU, &varmap, with_norm).unwrap();
+    let (net, alone) = plain(with_norm, DType::F32, 1);
     fill(&varmap, 1);
-    for name in ["norm.running_var", "norm.running_mean"] {
-        var(&varmap, name).set(&Tensor::ones(4, DType::F32, &CPU).unwrap()).unwrap();
-    }
-    for (name, var) in varmap.data().lock().unwrap().iter() {
-        alone.data().lock().unwrap()[name].set(var).unwrap();
+    for varmap in [&varmap, &alone] {
+        for name in ["norm.running_var", "norm.running_mean"] {
+            var(varmap, name).set(&Tensor::ones(4, DType::F32, &CPU).unwrap()).unwrap();
+        }
     }
     for step in 0..3 {
         let x = tensor(&[5, 6], step);
@@ -398,28 +352,22 @@ fn assert_replica_failed<T>(result: Result<T, Error>, number: usize, words: &str
     }
 }
 
-/// Fails with an error or a panic if the batch contains the row.
-struct Trap {
-    linear: Linear,
-    panics: bool,
-    backward: bool,
-}
-
 fn spring(panics: bool) -> candle_core::Result<()> {
     assert!(!panics, "the trap has shut");
     candle_core::bail!("the trap has shut")
 }
 
-impl Module for Trap {
-    fn forward(&self, xs: &Tensor) -> candle_core::Result<Tensor> {
+/// A model that fails with an error or a panic if the batch contains the row.
+fn trap(panics: bool, backward: bool, vb: VarBuilder) -> candle_core::Result<Net> {
+    let linear = linear(3, 2, vb)?;
+    Ok(func(move |xs| {
         let bad = xs.max_all()?.to_scalar::<f32>()? > 1.5;
-        if bad && !self.backward {
-            spring(self.panics)?;
+        if bad && !backward {
+            spring(panics)?;
         }
-        let panics = self.panics;
-        let ys = self.linear.forward(xs)?;
+        let ys = linear.forward(xs)?;
         if bad { ys.apply_op1(Between(move || spring(panics))) } else { Ok(ys) }
-    }
+    }))
 }
 
 #[test]
@@ -434,8 +382,7 @@ fn a_replica_that_fails_is_named_and_the_next_call_works() {
         for backward in [false, true] {
             for (devices, bad, number) in [(3, 4, 2), (3, 0, 0), (1, 4, 0)] {
                 let varmap = VarMap::new();
-                let build =
-                    |vb: VarBuilder| candle_core::Result::Ok(Trap { linear: linear(3, 2, vb)?, panics, backward });
+                let build = |vb: VarBuilder| trap(panics, backward, vb);
                 let dp = DataParallel::new(&vec![CPU; devices], &CPU, &varmap, build).unwrap();
                 let step = |x: &Tensor| dp.backward(&dp.forward(x)?.sum_all()?);
                 let expected = floats(step(&good).unwrap().get(&var(&varmap, "weight")).unwrap());
@@ -473,7 +420,7 @@ fn invalid_arguments_are_refused() {
         }
         other => panic!("{other:?}"),
     };
-    let empty = DataParallel::new(&[], &CPU, &VarMap::new(), Net::new).map(|_| ());
+    let empty = DataParallel::new(&[], &CPU, &VarMap::new(), net).map(|_| ());
     argument(empty, "devices", "at least one device");
     let (_, dp) = data_parallel(2, DType::F32);
     argument(dp.forward(&Tensor::new(1f32, &CPU).unwrap()).map(|_| ()), "tensor", "dimension 0");

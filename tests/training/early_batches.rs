@@ -1,8 +1,7 @@
 //! Loops that draw the next batch before they have used the current one, as the recipe in docs/data.md has them.
-use crate::common::ranks;
+use crate::common::{going_on, ranks};
 use candle_core::{Device, Tensor};
 use candle_ddp::Result;
-use candle_ddp::checkpoint::{Checkpointer, CheckpointerOptions};
 use candle_ddp::data::{DataLoader, LoaderOptions, TensorDataset};
 
 type Loader = DataLoader<TensorDataset<Tensor>, Tensor>;
@@ -19,7 +18,7 @@ fn run(
     let samples = TensorDataset::new(Tensor::arange(0f32, 24., &Device::Cpu)?)?;
     let options = LoaderOptions { batch_size: 2, num_workers: workers, ..Default::default() };
     let mut loader: Loader = DataLoader::new(samples, pg, options)?;
-    let mut checkpointer = Checkpointer::new(pg, folder, CheckpointerOptions { resume: true, ..Default::default() })?;
+    let mut checkpointer = going_on(pg, folder)?;
     let mut step = checkpointer.load_latest(("loader", &mut loader))?.unwrap_or(0);
     let mut used_samples = Vec::new();
     let mut batches = loader.iter();

@@ -1,5 +1,5 @@
 //! Ranks without samples and parameters without elements train like others. The layers' own tests are in candle-ddp-nn.
-use crate::common::{floats, of_zero, ranks};
+use crate::common::{counted, floats, of_zero, pure, ranks};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Module, ModuleT, Tensor, Var};
 use candle_ddp::nn::{linear, sync_batch_norm};
@@ -7,7 +7,7 @@ use candle_ddp::optim::{
     AdamW, Lamb, Optimizer, ParamsAdamW, ParamsLamb, ParamsSgd, Sgd, ZeroRedundancyOptimizer, clip_grad_norm,
     clip_grad_value,
 };
-use candle_ddp::{Backward, DdpOptions, DistributedDataParallel, Precision, backward_with};
+use candle_ddp::{DdpOptions, DistributedDataParallel, backward_with};
 use candle_nn::{VarBuilder, VarMap};
 
 const DTYPES: [DType; 4] = [DType::F32, DType::F64, DType::F16, DType::BF16];
@@ -23,16 +23,12 @@ fn a_rank_without_rows_trains_in_every_dtype() {
                     linear(3, 2, vb.pp("linear"))?,
                 ))
             };
-            let options = DdpOptions { precision: Precision::Pure(dtype), ..Default::default() };
+            let options = pure(dtype);
             let ddp = DistributedDataParallel::with_options(&pg, &VarMap::new(), build, options)?;
             let rows = [2, 0][pg.rank()];
             let x = Tensor::arange(0f32, (3 * rows) as f32, &Device::Cpu)?.reshape((rows, 3))?.to_dtype(dtype)?;
             let y = ddp.call(|(norm, linear)| linear.forward(&norm.forward_t(&x, true)?))?;
-            let grads = backward_with(
-                &y.sqr()?.sum_all()?,
-                &[&ddp],
-                Backward { count: Some(rows as f64), ..Default::default() },
-            )?;
+            let grads = backward_with(&y.sqr()?.sum_all()?, &[&ddp], counted(rows as f64))?;
             let gradients: Vec<_> = ddp.parameters().iter().map(|var| floats(grads.get(var).unwrap())).collect();
             assert!(gradients.iter().flatten().all(|value| value.is_finite()), "{dtype:?}: {gradients:?}");
             Ok(gradients)

@@ -1,5 +1,5 @@
 //! A backward pass that fails leaves nothing to the next, with this crate's layers and with candle's.
-use crate::common::{Between, assert_error, failing, filled, floats, ranks, tensor, tiny};
+use crate::common::{Between, assert_error, counted, failing, filled, floats, ranks, tensor, tiny};
 use candle_core::{CustomOp1, Module, Tensor, Var};
 use candle_ddp::comm_hook::{CommHook, GradBucket, HookWork};
 use candle_ddp::{
@@ -178,7 +178,7 @@ fn a_loss_that_is_not_one_number_is_refused_before_anything_is_sent() {
             "loss: it has shape [4, 1]",
         ),
         (
-            |ddp, loss| backward_with(loss, &[ddp], Backward { count: Some(4.), ..Default::default() }).map(drop),
+            |ddp, loss| backward_with(loss, &[ddp], counted(4.)).map(drop),
             "loss: it has shape [4, 1]: reduce it to one number, as with sum_all()",
         ),
         (|ddp, loss| backward_with(loss, &[ddp], Backward::default()).map(drop), "loss: it has shape [4, 1]"),

@@ -1,10 +1,10 @@
 //! All pairs of features, as `docs/combining.md` lists them: a pair trains like one process that has the whole batch, also after it has been
 //! saved and loaded by another number of ranks, or it is the page's error on every rank.
-use crate::common::{of_micro_batch, waves, with_virtual_ranks};
+use crate::common::{going_on, of_micro_batch, waves, with_virtual_ranks};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor, Var};
 use candle_ddp::amp::{GradScaler, GradScalerOptions};
-use candle_ddp::checkpoint::{self, Checkpointer, CheckpointerOptions, Parts, StateDict};
+use candle_ddp::checkpoint::{self, Parts, StateDict};
 use candle_ddp::comm_hook::AllReduce;
 use candle_ddp::nn::{self, BatchNorm, Linear, LoraConfig, layer_norm, linear, sync_batch_norm};
 use candle_ddp::optim::{
@@ -390,8 +390,7 @@ fn train<R: UpdateRule>(
     let own = own.into_iter().flatten().next();
     let mut averager = PeriodicModelAverager::new(own.as_ref().unwrap_or(pg), 1, 0, None)?;
     let collectives = if has(WithGrad) { Some(pg.with_grad()?) } else { None };
-    let options = CheckpointerOptions { resume: true, ..Default::default() };
-    let mut checkpointer = Checkpointer::new(pg, folder.join("run"), options)?;
+    let mut checkpointer = going_on(pg, folder.join("run"))?;
     let last = checkpointer.load_latest((
         ("model", &mut varmap),
         ("optimizer", &mut optimizer),

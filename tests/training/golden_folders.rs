@@ -1,7 +1,7 @@
 //! Checkpoints that an earlier version of this crate wrote, in all kinds of training: they load into all kinds, on any number of ranks.
-use crate::common::{assert_error, ranks, try_ranks};
+use crate::common::{assert_error, going_on, ranks, try_ranks};
 use candle_core::{DType, Device, Module, Result, Tensor};
-use candle_ddp::checkpoint::{self, Checkpointer, CheckpointerOptions, LoadOptions, PerRank, StateDict};
+use candle_ddp::checkpoint::{self, Checkpointer, LoadOptions, PerRank, StateDict};
 use candle_ddp::nn::{Func, func, gelu, linear, linear_no_bias};
 use candle_ddp::optim::{AdamW, Ema, Muon, Optimizer, ParamsAdamW, ParamsMuon};
 use candle_ddp::{DdpOptions, DistributedDataParallel, ProcessGroup, Sharding, block};
@@ -158,8 +158,7 @@ fn folders_of_all_kinds_load_into_all_kinds_on_any_number_of_ranks() {
                     let mut varmap = VarMap::new();
                     let ddp = made(&pg, &varmap, kind)?;
                     let mut optimizer = optimizer(&ddp, is_muon)?;
-                    let options = CheckpointerOptions { resume: true, ..Default::default() };
-                    let mut checkpointer = Checkpointer::new(&pg, &folder, options)?;
+                    let mut checkpointer = going_on(&pg, &folder)?;
                     let mut own = PerRank(0.);
                     let mut parts: Vec<(&str, &mut dyn StateDict)> =
                         vec![("model", &mut varmap), ("optimizer", &mut optimizer)];

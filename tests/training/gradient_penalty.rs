@@ -1,5 +1,5 @@
 //! A gradient penalty: what candle cannot train, and the finite difference that can.
-use crate::common::{assert_error, filled, floats, ranks, tensor};
+use crate::common::{assert_error, filled, floats, pure, ranks, tensor};
 use candle_core::{DType, Tensor, Var};
 use candle_ddp::nn::{Linear, linear};
 use candle_ddp::{DdpOptions, DistributedDataParallel, Error, Precision, ReduceOp, Result};
@@ -91,7 +91,7 @@ fn a_loss_out_of_a_gradient_store_is_an_error() {
 #[test]
 fn a_penalty_in_a_larger_loss_is_an_error() {
     const REFUSED: &str = "a gradient of an earlier backward pass";
-    let options = || DdpOptions { precision: Precision::Pure(DType::F64), ..Default::default() };
+    let options = || pure(DType::F64);
     for is_frozen in [true, false] {
         ranks(2, |pg| {
             let ours = filled(&pg, |vb| linear(2, 1, vb), options(), 1)?.0;

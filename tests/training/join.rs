@@ -1,5 +1,7 @@
 //! Ranks with different numbers of batches: `join` trains the same weights as one process that sees the same batches.
-use crate::common::{assert_close, assert_error, floats, pure, ranks, sharding, sine, tensor, tiny, try_ranks};
+use crate::common::{
+    added_to, assert_close, assert_error, floats, pure, ranks, sharding, sine, tensor, tiny, try_ranks,
+};
 use candle_core::{DType, Device, Module, Tensor, Var};
 use candle_ddp::amp::{GradScaler, GradScalerOptions};
 use candle_ddp::comm_hook::{AllReduce, PowerSgd, PowerSgdOptions};
@@ -256,11 +258,8 @@ fn zero_adds_up_and_scales_on_ranks_without_inputs() {
             let mut scaler = GradScaler::new(&pg, &ddp, GradScalerOptions::default())?;
             let step_of = |optimizer: &mut dyn Optimizer, step: usize| {
                 let mut grads = ddp.backward(&scaler.scale(&loss(&ddp, pg.rank(), step)?)?)?;
-                grads = backward_with(
-                    &scaler.scale(&loss(&ddp, pg.rank(), 20 + step)?)?,
-                    &[&ddp],
-                    Backward { into: Some(&mut grads), ..Default::default() },
-                )?;
+                grads =
+                    backward_with(&scaler.scale(&loss(&ddp, pg.rank(), 20 + step)?)?, &[&ddp], added_to(&mut grads))?;
                 scaler.step(optimizer, &mut grads)?;
                 scaler.update()
             };
@@ -385,8 +384,7 @@ fn several_models_join_together() {
                     0 => backward_with(&(a + b)?, &[&second, &first], Backward::default())?,
                     1 => {
                         let mut grads = first.backward(&a)?;
-                        grads =
-                            backward_with(&b, &[&second], Backward { into: Some(&mut grads), ..Default::default() })?;
+                        grads = backward_with(&b, &[&second], added_to(&mut grads))?;
                         grads
                     }
                     _ => backward_with(&(a + b)?, &[&first, &second], Backward::default())?,

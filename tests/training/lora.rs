@@ -1,12 +1,11 @@
 //! LoRA under DDP, as docs/fine_tuning.md advises.
-use crate::common::{assert_close, floats, ranks, tensor, var};
+use crate::common::{assert_close, floats, ranks, tensor, var, with_role};
 use candle_core::{DType, Device, Module, Tensor};
 use candle_ddp::nn::{self, Linear, LoraConfig, linear};
 use candle_ddp::optim::{AdamW, Optimizer, ParamsAdamW};
 use candle_ddp::{DdpOptions, DistributedDataParallel, ProcessGroup, Result, Role};
 use candle_nn::{VarBuilder, VarMap};
 use std::collections::HashMap;
-use std::sync::Arc;
 
 struct Net(Linear, Linear);
 
@@ -99,7 +98,7 @@ fn pretrained_weights_may_be_frozen_variables_of_the_same_varmap() {
         let (varmap, config) = (VarMap::new(), config());
         let in_base = config.clone();
         let role = move |name: &str| if in_base.is_trained(name) { Role::Parameter } else { Role::Frozen };
-        let options = DdpOptions { role: Arc::new(role), ..Default::default() };
+        let options = with_role(role);
         let build = |vb: VarBuilder<'static>| config.build(vb.clone(), vb, Net::new);
         let ddp = DistributedDataParallel::with_options(&pg, &varmap, build, options)?;
         let before = floats(&var(&varmap, "head.weight"));

@@ -1,8 +1,8 @@
 //! Rules of users: Lion, compared with PyTorch's operations (see golden/optim.md), and rules that are refused.
-use crate::common::{assert_close, floats, ranks, sharding};
+use crate::common::{assert_close, floats, going_on, ranks, sharding};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor, Var};
-use candle_ddp::checkpoint::{Checkpointer, CheckpointerOptions, StateDict};
+use candle_ddp::checkpoint::StateDict;
 use candle_ddp::optim::*;
 use candle_ddp::{DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result};
 use candle_nn::{Init, VarBuilder, VarMap};
@@ -91,12 +91,9 @@ fn follows_pytorch(kinds: [&str; 2], world_size: usize) {
     let (golden, folder) = (golden(), tempfile::tempdir().unwrap());
     let file = folder.path().join("optimizer");
     ranks(world_size, |pg| {
-        let make = |kind: &str| -> Result<(Ddp, Box<dyn Optimizer>)> {
+        let make = |kind: &str| -> Result<(Ddp, FusedOptimizer<Lion>)> {
             let ddp = wrap(&pg, &golden, kind == "zero")?;
-            let optimizer: Box<dyn Optimizer> = match kind {
-                "zero" => Box::new(ZeroRedundancyOptimizer::new(&ddp, LION)?),
-                _ => Box::new(FusedOptimizer::new(&ddp, LION)?),
-            };
+            let optimizer = FusedOptimizer::new(&ddp, LION)?;
             Ok((ddp, optimizer))
         };
         let (mut ddp, mut optimizer) = make(kinds[0])?;
@@ -135,8 +132,7 @@ fn shards_of_an_own_rule_load_with_another_number_of_ranks() {
         ranks(world_size, |pg| {
             let ddp = wrap(&pg, &golden, true)?;
             let mut optimizer = ZeroRedundancyOptimizer::new(&ddp, LION)?;
-            let options = CheckpointerOptions { resume: true, ..Default::default() };
-            let mut checkpointer = Checkpointer::new(&pg, folder.path(), options)?;
+            let mut checkpointer = going_on(&pg, folder.path())?;
             let loaded = checkpointer.load_latest(("optimizer", &mut optimizer))?;
             assert_eq!(loaded, (steps.start > 0).then_some(steps.start as u64));
             for step in steps.clone() {
@@ -227,10 +223,7 @@ fn a_rule_that_needs_whole_parameters_gets_their_shape() {
     let trained = |zero: bool| {
         ranks(3, |pg| {
             let ddp = wrap(&pg, &golden, zero)?;
-            let mut optimizer: Box<dyn Optimizer> = match zero {
-                true => Box::new(ZeroRedundancyOptimizer::new(&ddp, by_norm.clone())?),
-                false => Box::new(FusedOptimizer::new(&ddp, by_norm.clone())?),
-            };
+            let mut optimizer = FusedOptimizer::new(&ddp, by_norm.clone())?;
             for step in 0..4 {
                 optimizer.step(&backward(&ddp, &golden, step)?)?;
             }

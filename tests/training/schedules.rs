@@ -1,5 +1,5 @@
 //! Schedules that are resumed by a program which makes them with other options, or for a run of another length.
-use crate::common::{assert_error, ranks};
+use crate::common::{assert_error, going_on, ranks};
 use candle_core::{Device, Tensor};
 use candle_ddp::checkpoint::{Checkpointer, CheckpointerOptions, StateDict};
 use candle_ddp::optim::{
@@ -253,8 +253,7 @@ fn a_run_that_is_resumed_on_more_ranks_gets_the_error_everywhere_or_goes_on_as_i
         Ok(())
     });
     let rates = ranks(3, |pg| {
-        let options = CheckpointerOptions { resume: true, ..Default::default() };
-        let mut checkpointer = Checkpointer::new(&pg, folder.path(), options)?;
+        let mut checkpointer = going_on(&pg, folder.path())?;
         let (mut first, mut refused) = (1., schedule(3, OnOtherLength::Error));
         let error = checkpointer.load_latest((("first", &mut first), ("schedule", &mut refused))).unwrap_err();
         let Error::CheckpointPart { part, error, .. } = error else { panic!("{error}") };

@@ -2,10 +2,10 @@
 use crate::common::programs::{
     Ddp, all_floats, autoencoder, distillation, gan, mlp, plain_autoencoder, plain_distillation, plain_gan, wrap,
 };
-use crate::common::{Mlp, assert_close, assert_error, fill, floats, gradients, ranks, tensor, tiny, var};
+use crate::common::{Mlp, assert_close, assert_error, fill, floats, gradients, plain, ranks, tensor, tiny, var};
 use candle_core::{DType, Module, Tensor, Var};
 use candle_ddp::{Backward, DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result, backward_with};
-use candle_nn::{VarBuilder, VarMap};
+use candle_nn::{VarMap, func};
 
 /// Two models of the same size.
 fn two(pg: &ProcessGroup) -> Result<(Ddp, Ddp)> {
@@ -45,9 +45,7 @@ fn programs_with_several_models_train_like_one_process_with_the_whole_batch() {
 /// The gradients of `loss` for the models `a` and `b` in one process, averaged over two ranks.
 fn expected(of: impl Fn(usize, &Mlp, &Mlp) -> Result<Tensor>) -> Vec<f32> {
     let build = |seed| {
-        let varmap = VarMap::new();
-        let module = mlp([4, 5, 4], VarBuilder::from_varmap(&varmap, DType::F32, &candle_core::Device::Cpu)).unwrap();
-        fill(&varmap, seed);
+        let (module, varmap) = plain(|vb| mlp([4, 5, 4], vb), DType::F32, seed);
         (module, crate::common::programs::NAMES.map(|name| var(&varmap, name)))
     };
     let ((a, of_a), (b, of_b)) = (build(1), build(2));
@@ -210,17 +208,11 @@ fn a_variable_of_two_models_gets_the_sum_of_both_gradients() {
 
 #[test]
 fn models_without_a_builder_are_told_apart_too() {
-    struct Raw(Var);
-    impl Module for Raw {
-        fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
-            x.matmul(&self.0)?.tanh()
-        }
-    }
     let found = ranks(2, |pg| {
         let build = |name: &str, seed| {
             let weight = Var::from_tensor(&tensor(&[4, 4], seed))?;
             let named = vec![(name.to_string(), weight.clone())];
-            DistributedDataParallel::from_vars(&pg, Raw(weight), named, tiny())
+            DistributedDataParallel::from_vars(&pg, func(move |x| x.matmul(&weight)?.tanh()), named, tiny())
         };
         let (a, b, c) = (build("a", 1)?, build("b", 2)?, wrap(&pg, [4, 3, 2], 3, &tiny())?);
         let run = || loss(&c.forward(&b.forward(&a.forward(&x(pg.rank()))?)?)?);

@@ -1,5 +1,5 @@
 //! Under sharding, passes under `no_sync` send their gradients, and each rank adds up its parts.
-use crate::common::{assert_error, ranks, waves};
+use crate::common::{added_to, assert_error, buckets, counted, ranks, waves};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor};
 use candle_ddp::amp::{GradScaler, GradScalerOptions};
@@ -57,7 +57,7 @@ fn options(sharding: Sharding) -> DdpOptions {
         sharding,
         precision: Precision::Pure(DType::F64),
         unused: Unused::Allow,
-        buckets: Buckets { bucket_cap_mb: 0., first_bucket_mb: 0., ..Default::default() },
+        buckets: buckets(0., 0.),
         init_seed: Some(7),
         ..Default::default()
     }
@@ -140,7 +140,7 @@ fn accumulated_parts_are_those_of_whole_sums() {
             let _guard = ddp.sync_if(pass == 2);
             let count = (ddp.process_group().rank() + pass) as f64;
             let sum = loss(ddp, 3 * step + pass, true)?.mul(&Tensor::new(count, &Device::Cpu)?)?;
-            grads = backward_with(&sum, &[ddp], Backward { count: Some(count), ..Default::default() })?;
+            grads = backward_with(&sum, &[ddp], counted(count))?;
         }
         optimizer.step(&grads)
     };
@@ -151,7 +151,7 @@ fn accumulated_parts_are_those_of_whole_sums() {
         for pass in 1..3 {
             let _guard = ddp.sync_if(pass == 2);
             let loss = loss(ddp, 3 * step + pass, true)?;
-            backward_with(&loss, &[ddp], Backward { into: Some(&mut grads), ..Default::default() })?;
+            backward_with(&loss, &[ddp], added_to(&mut grads))?;
         }
         optimizer.step(&grads)
     };
@@ -400,7 +400,7 @@ fn what_has_accumulated_is_no_gradient_of_a_step() {
             refused(optimizer.step(&grads), "sum of passes under no_sync");
             refused(optimizer.clip_grad_norm(&mut grads, 1.).map(drop), "there are no new gradients");
             refused(candle_ddp::optim::clip_grad_norm(&mut grads, &ddp, 1.).map(drop), "`clip_grad_norm`");
-            let options = Backward { into: Some(&mut grads), ..Default::default() };
+            let options = added_to(&mut grads);
             refused(backward_with(&loss(&ddp, 1, true)?, &[&ddp], options).map(drop), "sums from a backward pass");
             optimizer.step(&ddp.backward(&loss(&ddp, 1, true)?)?)?;
         }

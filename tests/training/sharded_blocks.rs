@@ -10,7 +10,7 @@ mod thawed;
 mod views;
 mod whole;
 
-use crate::common::{assert_error, of_zero, ranks, sharded};
+use crate::common::{added_to, assert_error, going_on, of_zero, ranks, sharded};
 use candle_core::{DType, Device, Module, Result, Tensor};
 use candle_ddp::amp::{Autocast, GradScaler};
 use candle_ddp::checkpoint::{self, Checkpointer, CheckpointerOptions, LoadOptions, StateDict};
@@ -175,7 +175,7 @@ fn kinds() -> [&'static Step; 5] {
     let two_losses: &Step = &|ddp, optimizer, pg, number| {
         let (first, second) = (loss(ddp, pg, number)?, loss(ddp, pg, 20 + number)?);
         let mut grads = ddp.backward(&first)?;
-        backward_with(&second, &[ddp], Backward { into: Some(&mut grads), ..Default::default() })?;
+        backward_with(&second, &[ddp], added_to(&mut grads))?;
         optimizer.step(&grads)?;
         Ok(first.to_scalar()?)
     };
@@ -238,8 +238,7 @@ fn checkpoints_move_between_numbers_of_ranks_and_kinds_of_models() {
             let mut varmap = VarMap::new();
             let (ddp, mut optimizer) = made(&pg, &varmap, options.clone())?;
             if let Some(from) = from {
-                let resumed = CheckpointerOptions { resume: true, ..Default::default() };
-                let mut checkpointer = Checkpointer::new(&pg, folder(from), resumed)?;
+                let mut checkpointer = going_on(&pg, folder(from))?;
                 let parts = (("model", &mut varmap), ("optimizer", &mut optimizer));
                 assert_eq!(checkpointer.load_latest(parts)?, Some(1));
             }

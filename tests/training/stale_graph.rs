@@ -1,40 +1,24 @@
 //! Graphs that reach into an earlier step: an error that names the remedy, and no error for graphs whose parameters have not
 //! changed.
-use crate::common::{filled, floats, of_micro_batch, ranks, tensor, with_virtual_ranks};
+use crate::common::{added_to, filled, floats, of_micro_batch, ranks, tensor, with_virtual_ranks};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Module, Result as CandleResult, Tensor};
 use candle_ddp::nn::{self, checkpoint};
 use candle_ddp::optim::{AdamW, Ema, Optimizer, ParamsAdamW};
-use candle_ddp::{
-    Backward, DdpOptions, DistributedDataParallel, Error, Precision, ProcessGroup, Result, backward_with,
-};
-use candle_nn::{Linear, RNN, VarBuilder, VarMap, linear, rnn};
+use candle_ddp::{DdpOptions, DistributedDataParallel, Error, Precision, ProcessGroup, Result, backward_with};
+use candle_nn::{Func, RNN, VarBuilder, VarMap, func, linear, rnn};
 
-/// A recurrent layer: state' = tanh(W [state, x]).
-trait Cell: Send + Sync + 'static {
-    fn next(&self, state: &Tensor) -> CandleResult<Tensor>;
-}
+type Ddp = DistributedDataParallel<Func<'static>>;
 
-struct Candles(Linear);
-struct Ours(nn::Linear);
-
-impl Cell for Candles {
-    fn next(&self, state: &Tensor) -> CandleResult<Tensor> {
-        self.0.forward(state)?.tanh()
-    }
-}
-
-impl Cell for Ours {
-    fn next(&self, state: &Tensor) -> CandleResult<Tensor> {
-        nn::gelu(&self.0.forward(state)?)
-    }
-}
-
-type Ddp = DistributedDataParallel<Box<dyn Cell>>;
-
+/// A recurrent layer, candle's or ours: from a state to the next one.
 fn cell(pg: &ProcessGroup, ours: bool, options: DdpOptions) -> Result<Ddp> {
-    let build = |vb: VarBuilder| -> CandleResult<Box<dyn Cell>> {
-        Ok(if ours { Box::new(Ours(nn::linear(3, 3, vb)?)) } else { Box::new(Candles(linear(3, 3, vb)?)) })
+    let build = |vb: VarBuilder| {
+        if ours {
+            let layer = nn::linear(3, 3, vb)?;
+            return CandleResult::Ok(func(move |state| nn::gelu(&layer.forward(state)?)));
+        }
+        let layer = linear(3, 3, vb)?;
+        Ok(func(move |state| layer.forward(state)?.tanh()))
     };
     Ok(filled(pg, build, options, 1)?.0)
 }
@@ -61,7 +45,7 @@ fn each(world_size: usize, check: impl Fn(&Ddp, &mut AdamW) -> Result<()> + Sync
 }
 
 fn step(ddp: &Ddp, optimizer: &mut AdamW, state: &Tensor) -> Result<Tensor> {
-    let state = ddp.call(|cell| cell.next(state))?;
+    let state = ddp.forward(state)?;
     let grads = ddp.backward(&state.sqr()?.mean_all()?)?;
     Optimizer::step(optimizer, &grads)?;
     Ok(state)
@@ -87,9 +71,9 @@ fn a_state_that_is_not_detached_is_an_error() {
 #[test]
 fn a_tensor_that_no_backward_pass_has_seen_is_noticed() {
     each(1, |ddp, optimizer| {
-        let early = ddp.call(|cell| cell.next(&start()))?;
+        let early = ddp.forward(&start())?;
         step(ddp, optimizer, &start())?;
-        let late = ddp.call(|cell| cell.next(&early))?;
+        let late = ddp.forward(&early)?;
         assert!(is_stale(&ddp.backward(&late.mean_all()?)));
         Ok(())
     });
@@ -140,25 +124,21 @@ fn candles_lstm_is_noticed_too() {
 fn a_graph_without_a_step_in_between_is_right() {
     each(2, |ddp, optimizer| {
         for _ in 0..3 {
-            let first = ddp.call(|cell| cell.next(&start()))?;
+            let first = ddp.forward(&start())?;
             {
                 let _guard = ddp.no_sync();
                 ddp.backward(&first.mean_all()?)?;
             }
             // An evaluation in between changes nothing.
-            ddp.call(|cell| cell.next(&tensor(&[5, 3], 2)))?;
-            let second = ddp.call(|cell| cell.next(&first))?;
+            ddp.forward(&tensor(&[5, 3], 2))?;
+            let second = ddp.forward(&first)?;
             let mut grads = ddp.backward(&second.mean_all()?)?;
-            grads = backward_with(
-                &first.sqr()?.mean_all()?,
-                &[ddp],
-                Backward { into: Some(&mut grads), ..Default::default() },
-            )?;
+            grads = backward_with(&first.sqr()?.mean_all()?, &[ddp], added_to(&mut grads))?;
             let mut ema = Ema::new(ddp, 0.9)?;
             ema.update()?;
             Optimizer::step(optimizer, &grads)?;
             ema.apply()?;
-            ddp.call(|cell| cell.next(&start()))?;
+            ddp.forward(&start())?;
             ema.restore()?;
         }
         Ok(())
@@ -171,9 +151,9 @@ fn averages_that_were_applied_for_an_evaluation_are_noticed() {
         let mut ema = Ema::new(ddp, 0.9)?;
         ema.update()?;
         step(ddp, optimizer, &start())?;
-        let state = ddp.call(|cell| cell.next(&start()))?;
+        let state = ddp.forward(&start())?;
         ema.apply()?;
-        ddp.call(|cell| cell.next(&start()))?;
+        ddp.forward(&start())?;
         assert!(is_stale(&ddp.backward(&state.mean_all()?)));
         ema.restore()
     });

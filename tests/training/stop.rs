@@ -1,11 +1,11 @@
 //! Requests to stop: all ranks learn of them with the same backward pass.
-use crate::common::{ranks, tensor};
+use crate::common::{counted, ranks, tensor};
 use candle_core::Tensor;
 use candle_ddp::checkpoint::{Checkpointer, CheckpointerOptions};
 use candle_ddp::comm_hook::{AllReduce, Noop};
 use candle_ddp::optim::{ParamsSgd, ZeroRedundancyOptimizer};
 use candle_ddp::{
-    Backward, Buckets, DdpOptions, DistributedDataParallel, JoinOptions, ProcessGroup, Result, Sharding, backward_with,
+    Buckets, DdpOptions, DistributedDataParallel, JoinOptions, ProcessGroup, Result, Sharding, backward_with,
 };
 use candle_nn::{Linear, VarMap, linear};
 
@@ -39,7 +39,7 @@ fn assert_agreed(sharding: Sharding, prepare: impl Fn(&Ddp) -> Result<Box<dyn st
             // Between the passes, nothing is known.
             seen.push(pg.stop_requested()?);
             match weighted {
-                true => backward_with(&loss(&ddp, &pg)?, &[&ddp], Backward { count: Some(4.), ..Default::default() })?,
+                true => backward_with(&loss(&ddp, &pg)?, &[&ddp], counted(4.))?,
                 false => ddp.backward(&loss(&ddp, &pg)?)?,
             };
             seen.push(pg.stop_requested()?);

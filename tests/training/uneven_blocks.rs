@@ -1,10 +1,11 @@
 //! Ranks that run sharded blocks a different number of times wait for each other in two groups: all get an error soon, far from the time-out.
+use crate::common::counted;
 use candle_core::{DType, Tensor};
 use candle_ddp::nn::{Linear, linear, no_grad};
 use candle_ddp::optim::{Optimizer, ParamsAdamW, ZeroRedundancyOptimizer};
 use candle_ddp::{
-    Backward, Block, DdpOptions, DistributedDataParallel, Error, Failure, ProcessGroup, ReduceOp, Result, Sharding,
-    SpawnOptions, Unused, backward_with, block, spawn_with,
+    Block, DdpOptions, DistributedDataParallel, Error, Failure, ProcessGroup, ReduceOp, Result, Sharding, SpawnOptions,
+    Unused, backward_with, block, spawn_with,
 };
 use candle_nn::{VarBuilder, VarMap};
 use std::time::{Duration, Instant};
@@ -123,7 +124,7 @@ fn step(pg: &ProcessGroup, is_constant: bool, sharding: Sharding) -> Result<Vec<
             }
             false => (sum(&x(pg)?)?, 2.),
         };
-        let backward = Backward { count: Some(count), ..Default::default() };
+        let backward = counted(count);
         optimizer.step(&backward_with(&loss, &[&ddp], backward)?)?;
         let [all] = pg.all_reduce_scalars([loss.to_scalar::<f32>()?.into()], ReduceOp::Sum)?;
         losses.push(all as f32);

@@ -7,22 +7,16 @@ use candle_ddp::{DdpOptions, DistributedDataParallel, Error, Failure, ProcessGro
 use candle_nn::{Linear, VarBuilder, VarMap, linear};
 use std::sync::Arc;
 
-struct Net {
-    layers: [Linear; 3],
-}
+type Ddp = DistributedDataParallel<[Linear; 3]>;
 
-impl Net {
-    fn new(vb: VarBuilder) -> candle_core::Result<Self> {
-        let layer = |name: &str| linear(4, 4, vb.pp(name));
-        Ok(Self { layers: [layer("first")?, layer("second")?, layer("third")?] })
-    }
+fn layers(vb: VarBuilder) -> candle_core::Result<[Linear; 3]> {
+    let layer = |name: &str| linear(4, 4, vb.pp(name));
+    Ok([layer("first")?, layer("second")?, layer("third")?])
 }
-
-type Ddp = DistributedDataParallel<Net>;
 
 fn wrap(pg: &ProcessGroup, unused: Unused) -> Result<Ddp> {
     let options = DdpOptions { unused, ..Default::default() };
-    DistributedDataParallel::with_options(pg, &VarMap::new(), Net::new, options)
+    DistributedDataParallel::with_options(pg, &VarMap::new(), layers, options)
 }
 
 fn only(prefix: &'static str) -> Unused {
@@ -32,7 +26,7 @@ fn only(prefix: &'static str) -> Unused {
 /// Runs a backward pass through these layers; through none, of a constant.
 fn step(ddp: &Ddp, layers: &[usize]) -> Result<()> {
     let x = Tensor::ones((2, 4), DType::F32, ddp.process_group().device())?;
-    let y = ddp.call(|net| layers.iter().try_fold(x, |x, layer| net.layers[*layer].forward(&x)))?;
+    let y = ddp.call(|net| layers.iter().try_fold(x, |x, layer| net[*layer].forward(&x)))?;
     ddp.backward(&y.sqr()?.mean_all()?).map(drop)
 }
 
@@ -106,7 +100,7 @@ fn hooks_and_shards_know_of_them() {
     // Ranks do not know which parameters the others used.
     with_hook(Noop, |result| result.unwrap());
     ranks(2, |pg| {
-        let ddp = DistributedDataParallel::with_options(&pg, &VarMap::new(), Net::new, of_zero())?;
+        let ddp = DistributedDataParallel::with_options(&pg, &VarMap::new(), layers, of_zero())?;
         let optimizer = ZeroRedundancyOptimizer::new(&ddp, ParamsAdamW::default())?;
         assert_unused(step(&ddp, &[pg.rank()]), &THIRD);
         drop(optimizer);

@@ -1,5 +1,5 @@
 //! New running statistics for averaged weights: those of one process that has all batches.
-use crate::common::{assert_error, ranks, waves};
+use crate::common::{assert_error, pure, ranks, waves};
 use candle_core::{DType, ModuleT, Result, Tensor};
 use candle_ddp::nn::{BatchNorm, Linear, batch_norm, linear, sync_batch_norm};
 use candle_ddp::optim::{Ema, Optimizer, ParamsSgd, ZeroRedundancyOptimizer, update_bn};
@@ -184,7 +184,7 @@ fn failures_are_errors_on_all_ranks_and_leave_the_statistics() {
         assert_eq!(statistics(&ddp), before);
         // Layers of candle_nn, and none at all.
         let build = |vb: VarBuilder<'static>| candle_nn::batch_norm(WIDTH, 1e-5, vb);
-        let options = DdpOptions { precision: Precision::Pure(DType::F64), ..Default::default() };
+        let options = pure(DType::F64);
         let candles = DistributedDataParallel::with_options(&pg, &VarMap::new(), build, options.clone())?;
         let run = |norm: &candle_nn::BatchNorm, number: usize| norm.forward_t(&batch(number), true);
         let refused = update_bn(&candles, batches(&pg, 1).into_iter().map(Ok), run);

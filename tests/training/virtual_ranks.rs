@@ -1,7 +1,7 @@
 //! Virtual ranks: a run has the same bits on any number of ranks.
 use crate::common::virtual_ranks::{Noisy, VIRTUAL, ranks, train};
 use crate::common::{
-    assert_close, assert_error, floats, of_micro_batch, of_zero, sharding, values, with_virtual_ranks,
+    assert_close, assert_error, counted, floats, of_micro_batch, of_zero, sharding, values, with_virtual_ranks,
 };
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor, Var};
@@ -327,11 +327,7 @@ fn what_would_depend_on_the_ranks_is_refused() {
         let loss =
             || ddp.forward(&Tensor::ones((2, 4), DType::F32, &Device::Cpu)?)?.sqr()?.mean_all().map_err(Error::from);
         invalid(ddp.backward(&loss()?), "micro_batch", "needs its number");
-        invalid(
-            backward_with(&loss()?, &[&ddp], Backward { count: Some(1.), ..Default::default() }),
-            "micro_batch",
-            "needs its number",
-        );
+        invalid(backward_with(&loss()?, &[&ddp], counted(1.)), "micro_batch", "needs its number");
         invalid(
             backward_with(&loss()?, &[&ddp], Backward { into: Some(&mut Default::default()), ..Default::default() }),
             "into",

@@ -1,12 +1,12 @@
 //! Losses that are sums: `Backward::count` gives the mean over all samples of all ranks and micro-batches.
-use crate::common::{Mlp, assert_close, assert_error, floats, ranks, tensor};
+use crate::common::{Mlp, assert_close, assert_error, counted, floats, pure, ranks, reduced_in, tensor};
 use candle_core::{DType, Device, Module, Tensor, Var};
 use candle_ddp::amp::{GradScaler, GradScalerOptions};
 use candle_ddp::comm_hook::{AllReduce, Bf16Compress, Noop};
 use candle_ddp::optim::{Optimizer, ParamsSgd, Sgd, ZeroRedundancyOptimizer};
 use candle_ddp::{
-    Backward, Buckets, DdpOptions, DistributedDataParallel, Error, Failure, JoinOptions, Precision, ProcessGroup,
-    Result, Sharding, backward_with,
+    Buckets, DdpOptions, DistributedDataParallel, Error, Failure, JoinOptions, ProcessGroup, Result, Sharding,
+    backward_with,
 };
 use candle_nn::{VarBuilder, VarMap, linear};
 
@@ -65,7 +65,7 @@ fn wrap(pg: &ProcessGroup, options: DdpOptions) -> Result<(VarMap, Ddp)> {
 }
 
 fn in_f64() -> DdpOptions {
-    DdpOptions { precision: Precision::Pure(DType::F64), ..Default::default() }
+    pure(DType::F64)
 }
 
 fn params() -> ParamsSgd {
@@ -104,7 +104,7 @@ fn backward(pg: &ProcessGroup, ddp: &Ddp, step: usize) -> Result<candle_core::ba
         let _guard = ddp.sync_if(micro_batch == 1);
         let dtype = ddp.parameters()[0].dtype();
         let loss = loss_sum(|x| ddp.forward(&x.to_dtype(dtype)?), pg.rank(), step, micro_batch)?;
-        grads = backward_with(&loss, &[ddp], Backward { count: Some(count as f64), ..Default::default() })?;
+        grads = backward_with(&loss, &[ddp], counted(count as f64))?;
     }
     Ok(grads)
 }
@@ -154,20 +154,10 @@ fn hooks_that_compute_means_work() {
 fn counts_are_exact_in_16_bit_buckets() {
     for dtype in [DType::BF16, DType::F16] {
         let results = ranks(2, |pg| {
-            let (_, ddp) = wrap(
-                &pg,
-                DdpOptions {
-                    buckets: Buckets { reduce_dtype: Some(dtype), ..Default::default() },
-                    ..Default::default()
-                },
-            )?;
+            let (_, ddp) = wrap(&pg, reduced_in(Some(dtype)))?;
             // The gradient of b.bias is the same power of two on both ranks, so that only the count could be inexact.
             let loss = (ddp.forward(&tensor(&[1, 3], 1))?.sum_all()? * 1024.)?;
-            let grads = backward_with(
-                &loss,
-                &[&ddp],
-                Backward { count: Some([4097., 131.][pg.rank()]), ..Default::default() },
-            )?;
+            let grads = backward_with(&loss, &[&ddp], counted([4097., 131.][pg.rank()]))?;
             let bias = ddp.named_parameters().into_iter().find(|(name, _)| name == "b.bias").unwrap().1;
             Ok(floats(grads.get(&bias).unwrap()))
         });
@@ -185,7 +175,7 @@ fn a_local_hook_divides_by_the_own_count() {
         let single = |micro_batch| -> Result<Tensor> { loss_sum(|x| ddp.forward(x), pg.rank(), 0, micro_batch) };
         let total: usize = counts(pg.rank(), 0).iter().sum();
         let mean = ((single(0)? + single(1)?)? / total as f64)?;
-        let expected = backward_with(&mean, &[&ddp], Backward { count: Some(1.), ..Default::default() })?;
+        let expected = backward_with(&mean, &[&ddp], counted(1.))?;
         let all = |grads: &candle_core::backprop::GradStore| -> Vec<f32> {
             ddp.parameters().iter().flat_map(|var| floats(grads.get(var).unwrap())).collect()
         };
@@ -221,11 +211,7 @@ fn scaled_losses_work() {
             for (micro_batch, count) in counts(pg.rank(), step).into_iter().enumerate() {
                 let _guard = ddp.sync_if(micro_batch == 1);
                 let loss = loss_sum(|x| ddp.forward(&x.to_dtype(DType::F32)?), pg.rank(), step, micro_batch)?;
-                let mut grads = backward_with(
-                    &scaler.scale(&loss)?,
-                    &[&ddp],
-                    Backward { count: Some(count as f64), ..Default::default() },
-                )?;
+                let mut grads = backward_with(&scaler.scale(&loss)?, &[&ddp], counted(count as f64))?;
                 if micro_batch == 1 {
                     assert!(scaler.step(&mut optimizer, &mut grads)?);
                     scaler.update()?;
@@ -250,19 +236,12 @@ fn ranks_without_inputs_count_nothing_but_what_they_have_accumulated() {
                 for step in 0..steps[pg.rank()] {
                     let loss = loss_sum(|x| ddp.forward(x), pg.rank(), step, 1)?;
                     let count = counts(pg.rank(), step)[1] as f64;
-                    Optimizer::step(
-                        &mut optimizer,
-                        &backward_with(&loss, &[&ddp], Backward { count: Some(count), ..Default::default() })?,
-                    )?;
+                    Optimizer::step(&mut optimizer, &backward_with(&loss, &[&ddp], counted(count))?)?;
                 }
                 if pg.rank() == 0 {
                     let _guard = ddp.no_sync();
                     let loss = loss_sum(|x| ddp.forward(x), 0, 1, 0)?;
-                    backward_with(
-                        &loss,
-                        &[&ddp],
-                        Backward { count: Some(counts(0, 1)[0] as f64), ..Default::default() },
-                    )?;
+                    backward_with(&loss, &[&ddp], counted(counts(0, 1)[0] as f64))?;
                 }
                 Ok(())
             })?;
@@ -292,8 +271,7 @@ fn two_models_share_the_count() {
         let second = DistributedDataParallel::with_options(&pg, &VarMap::new(), |vb| linear(2, 1, vb), in_f64())?;
         let (x, _) = batch(pg.rank(), 0, 1, DType::F64)?;
         let loss = second.forward(&first.forward(&x)?)?.sum_all()?;
-        let grads =
-            backward_with(&loss, &[&first, &second], Backward { count: Some(x.dim(0)? as f64), ..Default::default() })?;
+        let grads = backward_with(&loss, &[&first, &second], counted(x.dim(0)? as f64))?;
         Ok(floats(grads.get(&second.parameters()[1]).unwrap()))
     });
     // The gradient of the bias of the last layer: the mean of ones.
@@ -306,17 +284,9 @@ fn a_count_of_zero_needs_no_graph() {
     let results = ranks(2, |pg| {
         let (_, ddp) = wrap(&pg, in_f64())?;
         let grads = if pg.rank() == 0 {
-            backward_with(
-                &ddp.forward(&tensor(&[5, 3], 1).to_dtype(DType::F64)?)?.sum_all()?,
-                &[&ddp],
-                Backward { count: Some(5.), ..Default::default() },
-            )?
+            backward_with(&ddp.forward(&tensor(&[5, 3], 1).to_dtype(DType::F64)?)?.sum_all()?, &[&ddp], counted(5.))?
         } else {
-            backward_with(
-                &Tensor::zeros((), DType::F64, &Device::Cpu)?,
-                &[&ddp],
-                Backward { count: Some(0.), ..Default::default() },
-            )?
+            backward_with(&Tensor::zeros((), DType::F64, &Device::Cpu)?, &[&ddp], counted(0.))?
         };
         let bias = ddp.named_parameters().into_iter().find(|(name, _)| name == "b.bias").unwrap().1;
         Ok(floats(grads.get(&bias).unwrap()))
@@ -331,14 +301,13 @@ fn nothing_to_count_is_an_error_on_all_ranks_and_training_goes_on() {
         let loss = || loss_sum(|x| ddp.forward(x), pg.rank(), 0, 1);
         {
             let _guard = ddp.no_sync();
-            backward_with(&(loss()? * 0.)?, &[&ddp], Backward { count: Some(0.), ..Default::default() })?;
+            backward_with(&(loss()? * 0.)?, &[&ddp], counted(0.))?;
         }
-        let error =
-            backward_with(&(loss()? * 0.)?, &[&ddp], Backward { count: Some(0.), ..Default::default() }).unwrap_err();
+        let error = backward_with(&(loss()? * 0.)?, &[&ddp], counted(0.)).unwrap_err();
         assert!(matches!(error, Error::NothingCounted { total: 0. }), "{error}");
         assert!(error.to_string().contains("skip this step"), "{error}");
         ddp.backward(&loss()?)?;
-        backward_with(&loss()?, &[&ddp], Backward { count: Some(2.), ..Default::default() })?;
+        backward_with(&loss()?, &[&ddp], counted(2.))?;
         Ok(())
     });
 }
@@ -349,12 +318,7 @@ fn a_count_that_counts_nothing_ends_the_group_with_its_reason() {
         ranks(2, |pg| {
             let (_, ddp) = wrap(&pg, in_f64())?;
             let loss = loss_sum(|x| ddp.forward(x), pg.rank(), 0, 1)?;
-            let error = backward_with(
-                &loss,
-                &[&ddp],
-                Backward { count: Some(if pg.rank() == 1 { count } else { 1. }), ..Default::default() },
-            )
-            .unwrap_err();
+            let error = backward_with(&loss, &[&ddp], counted(if pg.rank() == 1 { count } else { 1. })).unwrap_err();
             let text = error.to_string();
             assert!(text.contains(&format!("it must be a finite number of at least 0, but is {count}")), "{text}");
             match pg.rank() {
@@ -375,11 +339,7 @@ fn weighted_and_other_passes_do_not_mix() {
         for weighted in [true, false] {
             let guard = ddp.no_sync();
             let pass = |weighted| {
-                if weighted {
-                    backward_with(&loss()?, &[&ddp], Backward { count: Some(1.), ..Default::default() })
-                } else {
-                    ddp.backward(&loss()?)
-                }
+                if weighted { backward_with(&loss()?, &[&ddp], counted(1.)) } else { ddp.backward(&loss()?) }
             };
             pass(weighted)?;
             drop(guard);
@@ -397,11 +357,7 @@ fn weighted_and_other_passes_do_not_mix() {
                 ddp.register_comm_hook(AllReduce::default())?;
             }
             let loss = loss_sum(|x| ddp.forward(x), pg.rank(), 0, 1)?;
-            let result = if pg.rank() == 0 {
-                backward_with(&loss, &[&ddp], Backward { count: Some(1.), ..Default::default() })
-            } else {
-                ddp.backward(&loss)
-            };
+            let result = if pg.rank() == 0 { backward_with(&loss, &[&ddp], counted(1.)) } else { ddp.backward(&loss) };
             let error = result.unwrap_err();
             assert!(matches!(error, Error::Group(_)), "{error:?}");
             Ok(())

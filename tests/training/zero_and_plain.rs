@@ -1,12 +1,11 @@
 //! A run moves between ZeRO and the plain optimizers with the same checkpoints, and between numbers of ranks.
-use crate::common::{ranks, sharding, tensor};
+use crate::common::{buckets, going_on, ranks, sharding, tensor};
 use candle_core::DType;
 use candle_ddp::checkpoint::{Checkpointer, CheckpointerOptions, StateDict};
 use candle_ddp::optim::{
     FusedOptimizer, MuonGroup, Optimizer, ParameterGroup, ParamsAdam, ParamsAdamW, ParamsLamb, ParamsSgd, UpdateRule,
-    ZeroRedundancyOptimizer,
 };
-use candle_ddp::{Buckets, DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result};
+use candle_ddp::{DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result};
 use candle_nn::{Linear, VarBuilder, VarMap};
 use std::collections::{BTreeMap, HashSet};
 use std::path::Path;
@@ -32,11 +31,7 @@ impl Run {
     fn new<R: UpdateRule + 'static>(pg: &ProcessGroup, zero: bool, [options, of_biases]: &[R; 2]) -> Result<Self> {
         let varmap = VarMap::new();
         // Buckets of a few parameters each.
-        let ddp_options = DdpOptions {
-            sharding: sharding(zero),
-            buckets: Buckets { bucket_cap_mb: 5e-5, first_bucket_mb: 5e-5, ..Default::default() },
-            ..Default::default()
-        };
+        let ddp_options = DdpOptions { sharding: sharding(zero), buckets: buckets(5e-5, 5e-5), ..Default::default() };
         let ddp = DistributedDataParallel::with_options(pg, &varmap, net, ddp_options)?;
         let (biases, weights) =
             ddp.named_parameters().into_iter().partition::<Vec<_>, _>(|(name, _)| name.ends_with("bias"));
@@ -46,10 +41,7 @@ impl Run {
             ParameterGroup { parameters: weights, options: options.clone() },
             ParameterGroup { parameters: biases, options: slow },
         ];
-        let optimizer: Box<dyn Optimizer> = match zero {
-            true => Box::new(ZeroRedundancyOptimizer::from_groups(groups)?),
-            false => Box::new(FusedOptimizer::from_groups(groups)?),
-        };
+        let optimizer = Box::new(FusedOptimizer::from_groups(groups)?);
         Ok(Self { varmap, ddp, optimizer })
     }
 
@@ -93,8 +85,7 @@ fn save<R: UpdateRule + Sync + 'static>(folder: &Path, world_size: usize, zero: 
 fn load<R: UpdateRule + Sync + 'static>(folder: &Path, world_size: usize, zero: bool, options: &[R; 2]) -> Vec<Values> {
     ranks(world_size, |pg| {
         let mut run = Run::new(&pg, zero, options)?;
-        let resume = CheckpointerOptions { resume: true, ..Default::default() };
-        let mut checkpointer = Checkpointer::new(&pg, folder, resume)?;
+        let mut checkpointer = going_on(&pg, folder)?;
         let Run { varmap, optimizer, .. } = &mut run;
         assert_eq!(checkpointer.load_latest((("model", varmap), ("optimizer", optimizer)))?, Some(3));
         let values = run.values()?;
@@ -156,8 +147,7 @@ fn shards_of_another_optimizer_or_model_are_refused() {
     let folder = tempfile::tempdir().unwrap();
     save(folder.path(), 2, true, &[ParamsAdamW::default(), ParamsAdamW::default()]);
     ranks(2, |pg| {
-        let resume = CheckpointerOptions { resume: true, ..Default::default() };
-        let mut checkpointer = Checkpointer::new(&pg, folder.path(), resume)?;
+        let mut checkpointer = going_on(&pg, folder.path())?;
         let mut run = Run::new(&pg, false, &[ParamsSgd::default(), ParamsSgd::default()])?;
         let before = run.values()?;
         let error = checkpointer.load_latest(("optimizer", &mut run.optimizer)).unwrap_err();

@@ -74,10 +74,7 @@ fn steps_have_the_bits_of_plain_steps_and_with_accumulation_their_values() {
         ranks(world_size, |pg| {
             let ddp = wrap(&pg, zero)?;
             let sgd = ParamsSgd { lr: 0.1, momentum: 0.9, ..Default::default() };
-            let mut optimizer: Box<dyn Optimizer> = match zero {
-                true => Box::new(ZeroRedundancyOptimizer::new(&ddp, sgd)?),
-                false => Box::new(Sgd::new(&ddp, sgd)?),
-            };
+            let mut optimizer = Sgd::new(&ddp, sgd)?;
             for pass in 0..9 {
                 let is_last = !accumulates || pass % 3 != 1;
                 let _guard = ddp.sync_if(is_last);

@@ -1,10 +1,10 @@
 //! Muon under ZeRO, where each matrix belongs to one rank, next to Muon on all ranks.
-use crate::common::{self, assert_close, filled, floats, ranks, sharding, tensor, var};
+use crate::common::{self, assert_close, buckets, filled, floats, ranks, sharding, tensor, var};
 use candle_core::Tensor;
 use candle_core::backprop::GradStore;
 use candle_ddp::checkpoint::StateDict;
 use candle_ddp::optim::{Muon, MuonGroup, Optimizer, ParamsAdamW, ParamsMuon};
-use candle_ddp::{Buckets, DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result, Unused};
+use candle_ddp::{DdpOptions, DistributedDataParallel, Error, ProcessGroup, Result, Unused};
 use candle_nn::{VarBuilder, VarMap};
 use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
@@ -39,7 +39,7 @@ fn wrap(pg: &ProcessGroup, zero: bool) -> Result<(Ddp, VarMap)> {
     let caps = DdpOptions {
         sharding: sharding(zero),
         unused: Unused::Allow,
-        buckets: Buckets { bucket_cap_mb: 2.5e-4, first_bucket_mb: 5e-5, ..Default::default() },
+        buckets: buckets(2.5e-4, 5e-5),
         ..Default::default()
     };
     filled(pg, build, caps, 3)

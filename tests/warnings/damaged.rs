@@ -1,5 +1,5 @@
 //! A run that continues from an older checkpoint, since the newest is damaged, says so once, on rank 0.
-use crate::common::ranks;
+use crate::common::{going_on, ranks};
 use crate::logger::{self, LOG};
 use candle_ddp::checkpoint::{Checkpointer, CheckpointerOptions};
 use std::path::Path;
@@ -8,8 +8,7 @@ use std::path::Path;
 fn load(folder: &Path) -> (Vec<String>, Option<u64>) {
     LOG.0.lock().unwrap().clear();
     let steps = ranks(2, |pg| {
-        let options = CheckpointerOptions { resume: true, ..Default::default() };
-        let mut checkpointer = Checkpointer::new(&pg, folder, options)?;
+        let mut checkpointer = going_on(&pg, folder)?;
         let mut best = 0f64;
         let step = checkpointer.load_latest(("best", &mut best))?;
         // It is known to be damaged by now.

@@ -1,9 +1,9 @@
 //! DDP says once, on rank 0, that the first gradients were dropped unused.
-use crate::common::{ranks, tensor};
+use crate::common::{added_to, ranks, tensor};
 use crate::logger::{self, LOG};
 use candle_ddp::amp::GradScaler;
 use candle_ddp::optim::{ParamsSgd, Sgd};
-use candle_ddp::{Backward, DistributedDataParallel, Result, backward_with};
+use candle_ddp::{DistributedDataParallel, Result, backward_with};
 use candle_nn::{Linear, Optimizer, SGD, VarMap, linear};
 
 fn warnings(work: impl Fn(&DistributedDataParallel<Linear>) -> Result<()> + Sync) -> Vec<String> {
@@ -69,7 +69,7 @@ fn first_gradients_that_nobody_used_are_told_of_once() {
         }),
         warnings(|ddp| {
             let mut grads = ddp.backward(&loss(ddp)?)?;
-            let options = Backward { into: Some(&mut grads), ..Default::default() };
+            let options = added_to(&mut grads);
             backward_with(&loss(ddp)?, &[ddp], options).map(drop)
         }),
         // Under no_sync they add up.

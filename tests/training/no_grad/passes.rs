@@ -1,13 +1,11 @@
 //! Backward passes, and evaluations between them.
 use super::{Build, candles, images, ours, wrap};
-use crate::common::{assert_error, bits, of_micro_batch, ranks, tensor, var, with_virtual_ranks};
+use crate::common::{assert_error, bits, counted, of_micro_batch, ranks, tensor, var, with_virtual_ranks};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Module, ModuleT, Tensor, Var};
 use candle_ddp::data_parallel::DataParallel;
 use candle_ddp::nn::{self, Dropout, enable_grad, is_grad_enabled, no_grad};
-use candle_ddp::{
-    Backward, DdpOptions, DistributedDataParallel, Error, Failure, ProcessGroup, Result, Unused, backward_with,
-};
+use candle_ddp::{DdpOptions, DistributedDataParallel, Error, Failure, ProcessGroup, Result, Unused, backward_with};
 use candle_nn::{VarBuilder, VarMap};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -102,17 +100,11 @@ fn a_loss_of_an_evaluation_is_an_error_that_names_the_cause() {
     ranks(1, |pg| {
         let (_, ddp) = wrap(&pg, ours, false, DdpOptions { unused: Unused::Allow, ..Default::default() })?;
         let evaluated = no_grad(|| ddp.forward_t(&images(1), false))?;
-        for result in [
-            ddp.backward(&loss(&evaluated)?),
-            backward_with(&loss(&evaluated)?, &[&ddp], Backward { count: Some(2.), ..Default::default() }),
-        ] {
+        for result in [ddp.backward(&loss(&evaluated)?), backward_with(&loss(&evaluated)?, &[&ddp], counted(2.))] {
             assert!(matches!(result, Err(Error::InvalidArgument { argument: "loss", .. })));
         }
         let nothing = Tensor::zeros((), DType::F32, pg.device())?;
-        assert!(matches!(
-            backward_with(&nothing, &[&ddp], Backward { count: Some(0.), ..Default::default() }),
-            Err(Error::NothingCounted { .. })
-        ));
+        assert!(matches!(backward_with(&nothing, &[&ddp], counted(0.)), Err(Error::NothingCounted { .. })));
         ddp.backward(&loss(&ddp.forward_t(&images(1), false)?)?).map(drop)
     });
 }

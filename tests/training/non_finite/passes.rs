@@ -1,10 +1,10 @@
 //! Steps of more than one pass, one model or one micro-batch.
 use super::{Bad, Ddp, loss, model, skip, state, stop};
-use crate::common::{assert_error, floats, of_micro_batch, ranks, sharding, tensor};
+use crate::common::{added_to, assert_error, floats, of_micro_batch, ranks, sharding, tensor};
 use candle_core::backprop::GradStore;
 use candle_ddp::amp::{GradScaler, GradScalerOptions};
 use candle_ddp::nn::linear;
-use candle_ddp::optim::{Optimizer, ParamsAdamW, ParamsSgd, Sgd, ZeroRedundancyOptimizer};
+use candle_ddp::optim::{AdamW, Optimizer, ParamsAdamW, ParamsSgd, Sgd, ZeroRedundancyOptimizer};
 use candle_ddp::{
     Backward, DdpOptions, DistributedDataParallel, Error, JoinOptions, ProcessGroup, Result, SpawnOptions,
     backward_with, spawn_with,
@@ -40,7 +40,7 @@ fn one_pass_of_several_leaves_out_the_step() {
                 for bad in passes {
                     let bad = if bad { nan(&pg) } else { Bad::Nothing };
                     let loss = loss(&ddp, index as u64, bad)?;
-                    backward_with(&loss, &[&ddp], Backward { into: Some(&mut grads), ..Default::default() })?;
+                    backward_with(&loss, &[&ddp], added_to(&mut grads))?;
                 }
                 match zero && index == 0 {
                     // The gradients are not where the optimizer keeps those of other steps.
@@ -63,7 +63,7 @@ fn steps_of_several_passes_are_counted_in_a_row() {
         let ddp = model(&pg, skip(2))?;
         for step in 0..3 {
             let mut grads = ddp.backward(&loss(&ddp, step, Bad::Nothing)?)?;
-            let options = Backward { into: Some(&mut grads), ..Default::default() };
+            let options = added_to(&mut grads);
             let second = backward_with(&loss(&ddp, step, nan(&pg))?, &[&ddp], options);
             assert_eq!(second.is_err(), step == 2);
         }
@@ -196,10 +196,7 @@ fn virtual_ranks_leave_out_the_same_step() {
         let options = SpawnOptions { world_size, virtual_ranks: Some(4), ..Default::default() };
         let run = spawn_with(options, |pg| {
             let ddp = model(&pg, DdpOptions { sharding: sharding(zero), ..skip(1) })?;
-            let mut optimizer: Box<dyn Optimizer> = match zero {
-                true => Box::new(ZeroRedundancyOptimizer::new(&ddp, ParamsAdamW::default())?),
-                false => Box::new(candle_ddp::optim::AdamW::new(&ddp, ParamsAdamW::default())?),
-            };
+            let mut optimizer = AdamW::new(&ddp, ParamsAdamW::default())?;
             for step in 0..4 {
                 let mut last = None;
                 for number in ddp.micro_batches().expect("some") {

@@ -1,6 +1,7 @@
 //! Adapters on pretrained weights that are no variables: those of blocks are spread over the ranks, too.
 use super::graphs::{Between, compete};
 use super::*;
+use crate::common::going_on;
 use candle_ddp::checkpoint::{Pretrained, load_adapter, save_adapter, save_tensors};
 use candle_ddp::nn::LoraConfig;
 use std::collections::HashMap;
@@ -113,8 +114,7 @@ fn a_run_with_spread_weights_continues_on_other_ranks_and_its_adapter_is_whole()
             let mut varmap = VarMap::new();
             let (ddp, mut optimizer) = build(&varmap)?;
             assert!(varmap.data().lock().unwrap().keys().all(|name| name.contains(".lora_")));
-            let resume = CheckpointerOptions { resume: true, ..Default::default() };
-            let mut checkpointer = Checkpointer::new(&pg, path("run"), resume)?;
+            let mut checkpointer = going_on(&pg, path("run"))?;
             let step = checkpointer.load_latest((("model", &mut varmap), ("optimizer", &mut optimizer)))?;
             if let Some((number, expected)) = last {
                 assert_eq!((step, &outputs(&ddp, &pg)?), (Some(*number), expected), "{ranks} ranks");

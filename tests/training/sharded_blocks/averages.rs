@@ -1,8 +1,8 @@
 //! Averages of sharded models have the values of one process that has the whole batch, and are saved.
 use super::{Ddp, Optim, made, sharded};
-use crate::common::{assert_error, ranks, waves};
+use crate::common::{assert_error, going_on, ranks, waves};
 use candle_core::{DType, Tensor};
-use candle_ddp::checkpoint::{self, Checkpointer, CheckpointerOptions, StateDict};
+use candle_ddp::checkpoint::{self, StateDict};
 use candle_ddp::optim::{Ema, Optimizer, ParamsSgd, PeriodicModelAverager};
 use candle_ddp::{DdpOptions, Error, Precision, ProcessGroup, Result, Sharding};
 use candle_nn::VarMap;
@@ -72,8 +72,7 @@ fn averaged(ranks: usize, sharding: Sharding, steps: Range<u64>, decay: Option<f
         let mut varmap = VarMap::new();
         let (ddp, mut optimizer) = model(&pg, &varmap, sharding)?;
         let mut ema = Ema::new(&ddp, decay)?;
-        let options = CheckpointerOptions { resume: true, ..Default::default() };
-        let mut checkpointer = Checkpointer::new(&pg, folder.join("run"), options)?;
+        let mut checkpointer = going_on(&pg, folder.join("run"))?;
         let last =
             checkpointer.load_latest((("model", &mut varmap), ("optimizer", &mut optimizer), ("ema", &mut ema)))?;
         assert_eq!((last, ema.updates()), (steps.start.checked_sub(1), steps.start));

@@ -2,32 +2,17 @@
 use super::*;
 use candle_core::{D, IndexOp};
 use candle_ddp::ReduceOp;
-use candle_ddp::nn::{Embedding, embedding};
+use candle_ddp::nn::embedding;
+use candle_nn::{Func, func};
 
 const TOKENS: usize = 11;
 
-struct Words {
-    embedding: Embedding,
-    layer: Block<Layer>,
-    head: Linear,
-}
-
-impl Words {
-    fn new(vb: VarBuilder) -> Result<Self> {
-        Ok(Self {
-            embedding: embedding(TOKENS, WIDTH, vb.pp("embedding"))?,
-            layer: block(vb.pp("layer"), Layer::new)?,
-            head: linear(WIDTH, TOKENS, vb.pp("head"))?,
-        })
-    }
-}
-
-impl Module for Words {
-    fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        // A token depends on all before it.
-        let x = self.embedding.forward(x)?.cumsum(1)?;
-        self.head.forward(&self.layer.forward(&x)?)
-    }
+fn words(vb: VarBuilder) -> Result<Func<'static>> {
+    let embedding = embedding(TOKENS, WIDTH, vb.pp("embedding"))?;
+    let layer = block(vb.pp("layer"), Layer::new)?;
+    let head = linear(WIDTH, TOKENS, vb.pp("head"))?;
+    // A token depends on all before it.
+    Ok(func(move |x| head.forward(&layer.forward(&embedding.forward(x)?.cumsum(1)?)?)))
 }
 
 /// The recipe of docs/data.md.
@@ -56,7 +41,7 @@ fn generate(
 fn texts(world_size: usize, prompts: &[u32], sharding: Sharding, end: u32) -> Vec<Vec<u32>> {
     let texts = ranks(world_size, |pg| {
         let options = DdpOptions { sharding, init_seed: Some(3), ..Default::default() };
-        let ddp = DistributedDataParallel::with_options(&pg, &VarMap::new(), Words::new, options)?;
+        let ddp = DistributedDataParallel::with_options(&pg, &VarMap::new(), words, options)?;
         let own = prompts.iter().skip(pg.rank()).step_by(world_size);
         let text = |prompt: &u32| {
             let text = Tensor::from_slice(&[*prompt], (1, 1), pg.device())?;

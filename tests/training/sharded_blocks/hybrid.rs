@@ -1,6 +1,6 @@
 //! Models that some of the ranks have together, while others have copies of them.
 use super::*;
-use crate::common::{assert_error, try_ranks};
+use crate::common::{added_to, assert_error, going_on, try_ranks};
 use candle_ddp::Failure;
 use std::sync::Mutex;
 use std::time::Duration;
@@ -65,7 +65,7 @@ fn copies_train_as_one_model() {
         let loss = loss(ddp, pg, number)?;
         let (first, second) = (scaler.scale(&loss)?, scaler.scale(&self::loss(ddp, pg, 20 + number)?)?);
         let mut grads = ddp.backward(&first)?;
-        backward_with(&second, &[ddp], Backward { into: Some(&mut grads), ..Default::default() })?;
+        backward_with(&second, &[ddp], added_to(&mut grads))?;
         scaler.step(optimizer, &mut grads)?;
         Ok(loss.to_scalar()?)
     });
@@ -101,8 +101,7 @@ fn checkpoints_have_each_piece_once_and_load_into_other_models() {
         let mut all = crate::common::ranks(ranks, |pg| {
             let mut varmap = VarMap::new();
             let (ddp, mut optimizer) = made(&pg, &varmap, options.clone())?;
-            let resumed = CheckpointerOptions { resume: true, ..Default::default() };
-            let mut checkpointer = Checkpointer::new(&pg, &folder, resumed)?;
+            let mut checkpointer = going_on(&pg, &folder)?;
             let parts = (("model", &mut varmap), ("optimizer", &mut optimizer));
             assert_eq!(checkpointer.load_latest(parts)?, number.checked_sub(1));
             step(&ddp, &mut optimizer, number as usize)?;

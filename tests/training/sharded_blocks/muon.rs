@@ -1,8 +1,8 @@
 //! Muon for a sharded model, next to Muon in one process that has the whole batch.
 use super::averages::{Values, assert_same, whole};
-use crate::common::ranks;
+use crate::common::{going_on, ranks};
 use candle_core::{DType, Device, Result, Tensor};
-use candle_ddp::checkpoint::{Checkpointer, CheckpointerOptions, StateDict};
+use candle_ddp::checkpoint::StateDict;
 use candle_ddp::optim::{Muon, MuonGroup, Optimizer, ParameterGroup, ParamsAdamW, ParamsMuon};
 use candle_ddp::{Block, DdpOptions, DistributedDataParallel, Precision, ProcessGroup, Sharding, block};
 use candle_nn::{VarBuilder, VarMap};
@@ -99,8 +99,7 @@ fn continued(ranks: usize, sharding: Sharding, steps: Range<u64>, folder: &Path)
         let mut varmap = VarMap::new();
         let ddp = wrap(&pg, &varmap, sharding)?;
         let mut optimizer = Muon::from_groups(groups(&ddp))?;
-        let options = CheckpointerOptions { resume: true, ..Default::default() };
-        let mut checkpointer = Checkpointer::new(&pg, folder.join("run"), options)?;
+        let mut checkpointer = going_on(&pg, folder.join("run"))?;
         checkpointer.load_latest((("model", &mut varmap), ("optimizer", &mut optimizer)))?;
         steps.clone().try_for_each(|number| step(&ddp, &mut optimizer, number))?;
         checkpointer.save(steps.end - 1, (("model", &mut varmap), ("optimizer", &mut optimizer)))?.wait()?;

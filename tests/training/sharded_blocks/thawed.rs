@@ -1,7 +1,7 @@
 //! A head that is trained first, then everything: the head keeps its moments, however the model is spread over the ranks.
 use super::averages::{Values, assert_same, whole};
 use super::*;
-use crate::common::waves;
+use crate::common::{going_on, waves};
 use candle_ddp::optim::ParameterGroup;
 use std::path::Path;
 
@@ -110,8 +110,7 @@ fn a_checkpoint_from_before_the_thaw_is_one_error_that_says_what_to_do() {
             drop((optimizer, ddp));
             let mut varmap = VarMap::new();
             let ddp = model(&pg, &varmap, kind, false)?;
-            let options = CheckpointerOptions { resume: true, ..Default::default() };
-            let mut checkpointer = Checkpointer::new(&pg, folder.path(), options)?;
+            let mut checkpointer = going_on(&pg, folder.path())?;
             // As many groups with other parameters, and more groups.
             for (number, groups) in
                 [vec![group(&ddp, false)], vec![group(&ddp, true), group(&ddp, false)]].into_iter().enumerate()
