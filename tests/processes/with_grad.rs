@@ -22,7 +22,9 @@ fn trains_as_one(program: &str, arguments: &[&str], world_sizes: &[usize]) -> Ve
 
 #[test]
 fn simclr_and_clip_train_as_one_process() {
-    for (arguments, world_sizes) in [(&["--steps", "40"][..], &[2, 4][..]), (&["--steps", "40", "--objective", "clip"], &[3])] {
+    for (arguments, world_sizes) in
+        [(&["--steps", "40"][..], &[2, 4][..]), (&["--steps", "40", "--objective", "clip"], &[3])]
+    {
         let numbers = trains_as_one("contrastive", arguments, world_sizes);
         let [loss_of_20, loss_of_40, found, count] = numbers[..] else { panic!("{numbers:?}") };
         // By chance, 1 of 48 is found.
