@@ -113,9 +113,9 @@ fn assert_parameter_error<T: std::fmt::Debug>(result: candle_ddp::Result<T>, nam
     match result {
         Err(Error::Parameter { parameter, reason }) => {
             assert_eq!(parameter, name);
-            assert!(reason.contains(words), "{reason}");
+            assert!(reason.contains(words), "{name}: {words:?} is not in {reason}");
         }
-        other => panic!("{other:?}"),
+        other => panic!("{name}, {words:?}: {other:?}"),
     }
 }
 
