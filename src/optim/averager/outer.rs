@@ -128,7 +128,7 @@ impl Outer {
     /// Refuses parameters that cannot be averaged, and others than those with which the outer steps have begun.
     fn check(&self, parameters: &[(String, Var)]) -> Result<()> {
         check_whole(parameters.iter().map(|(name, var)| (name, var)), "average it without an outer optimizer")?;
-        for pair in parameters.windows(2).filter(|pair| pair[0].0 == pair[1].0) {
+        if let Some(pair) = parameters.windows(2).find(|pair| pair[0].0 == pair[1].0) {
             let reason = "two parameters have this name: build each model under a prefix, such as vb.pp(\"encoder\")";
             return Err(Error::parameter(&pair[0].0, reason));
         }
