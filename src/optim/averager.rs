@@ -33,11 +33,13 @@ use std::collections::HashMap;
 /// use candle_ddp::nn::linear;
 /// use candle_ddp::optim::{ParamsSgd, PeriodicModelAverager};
 /// use candle_ddp::prelude::*;
+/// use candle_ddp::seed;
 ///
 /// fn main() -> Result<()> {
 ///     candle_ddp::spawn(2, |pg| {
 ///         let varmap = VarMap::new();
-///         let model = linear(4, 1, VarBuilder::from_varmap(&varmap, DType::F32, pg.device()))?;
+///         // The same on all ranks: the mean of different initial values would be too small.
+///         let model = linear(4, 1, seed::var_builder(&varmap, 0, DType::F32, pg.device()))?;
 ///         let mut optimizer = AdamW::new(&varmap, ParamsAdamW::default())?;
 ///         let outer = ParamsSgd { lr: 0.7, momentum: 0.9, nesterov: true, ..Default::default() };
 ///         let mut averager = PeriodicModelAverager::new(&pg, 500, 0, outer)?;
