@@ -3,9 +3,10 @@ use crate::files::{file, u16s};
 use candle_ddp::{Error, Result};
 use clap::Parser;
 use pretrain::{Options, train};
+use std::fmt::Display;
 use std::io::{BufRead, BufReader};
 use std::path::Path;
-use std::process::{Command, Stdio};
+use std::process::{Child, Command, Stdio};
 use std::sync::Mutex;
 
 const CONTEXT: usize = 8;
@@ -151,49 +152,77 @@ fn sharded_blocks_and_autocast_learn_a_text() {
     assert_eq!(std::fs::read_dir(logs).unwrap().count(), 1);
 }
 
-#[test]
-fn processes_that_get_sigterm_save_and_continue_on_another_number_of_ranks() {
+/// A run of processes under the launcher, or None if that was not built.
+fn start(folder: &Path, ranks: usize, checkpoints: &str, every: u64, steps: u64) -> Option<Child> {
     let ddprun = Path::new(env!("CARGO_BIN_EXE_pretrain")).with_file_name("ddprun");
     if !ddprun.exists() {
         eprintln!("skipped: {} was not built", ddprun.display());
-        return;
+        return None;
     }
-    let folder = tempfile::tempdir().unwrap();
-    write(folder.path(), 36);
-    let text = |name: &str| folder.path().join(name).display().to_string();
-    let (data, checkpoints) = (text("second.bin"), text("checkpoints"));
-    let start = |ranks: usize, steps: &str| {
-        let fixed =
-            "--vocabulary 64 --context 8 --width 16 --layers 1 --heads 2 --batch-size 2 --print-every 1 --model llama";
-        let mut command = Command::new(&ddprun);
-        command.arg(format!("--nproc-per-node={ranks}")).arg(env!("CARGO_BIN_EXE_pretrain")).args(fixed.split(' '));
-        command.args([
-            "--data",
-            &data,
-            "--checkpoints",
-            &checkpoints,
-            "--checkpoint-every",
-            "1000000",
-            "--steps",
-            steps,
-        ]);
-        command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
-    };
-    // It would not end by itself. It has had some epochs when it is stopped, without a checkpoint.
-    let mut child = start(2, "100000000");
+    let fixed =
+        "--vocabulary 64 --context 8 --width 16 --layers 1 --heads 2 --batch-size 2 --print-every 1 --model llama";
+    let mut command = Command::new(&ddprun);
+    command.arg(format!("--nproc-per-node={ranks}")).arg(env!("CARGO_BIN_EXE_pretrain")).args(fixed.split(' '));
+    command.arg("--data").arg(folder.join("second.bin")).arg("--checkpoints").arg(folder.join(checkpoints));
+    command.args(["--checkpoint-every", &every.to_string(), "--steps", &steps.to_string()]);
+    Some(command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap())
+}
+
+/// Reads the output of a run that would not end by itself until step 20, lets `end` end it, and waits for it.
+fn ended_by(mut child: Child, end: impl FnOnce(&Child)) {
     let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
     assert!(lines.by_ref().any(|line| line.unwrap().contains("step 20, epoch")));
-    assert!(Command::new("kill").arg(child.id().to_string()).status().unwrap().success());
+    end(&child);
     lines.for_each(drop);
     child.wait().unwrap();
-    let saved = std::fs::read_dir(&checkpoints).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
+}
+
+fn kill(signal: &str, process: impl Display) {
+    assert!(Command::new("kill").args([signal, &process.to_string()]).status().unwrap().success());
+}
+
+/// What a run prints that ends well.
+fn printed(child: Child) -> String {
+    let output = child.wait_with_output().unwrap();
+    assert!(output.status.success(), "{output:?}");
+    String::from_utf8(output.stdout).unwrap()
+}
+
+#[test]
+fn processes_that_get_sigterm_save_and_continue_on_another_number_of_ranks() {
+    let folder = tempfile::tempdir().unwrap();
+    write(folder.path(), 36);
+    // It has had some epochs when it is stopped, without a checkpoint.
+    let Some(child) = start(folder.path(), 2, "checkpoints", 1_000_000, 100_000_000) else { return };
+    ended_by(child, |child| kill("-TERM", child.id()));
+    let saved = std::fs::read_dir(folder.path().join("checkpoints")).unwrap();
+    let saved = saved.map(|entry| entry.unwrap().file_name().into_string().unwrap());
     let steps: Vec<u64> = saved.filter_map(|name| name.strip_prefix("step-")?.parse().ok()).collect();
     let [step] = steps[..] else { panic!("there must be one checkpoint, not {steps:?}") };
     assert!(step >= 20);
 
-    let output = start(3, &(step + 4).to_string()).wait_with_output().unwrap();
-    let text = String::from_utf8_lossy(&output.stdout);
-    assert!(output.status.success(), "{output:?}");
+    let text = printed(start(folder.path(), 3, "checkpoints", 1_000_000, step + 4).unwrap());
     assert!(text.contains(&format!("continuing after step {step}\n")), "{text}");
     assert!(text.contains(&format!("step {}, epoch", step + 4)), "{text}");
+}
+
+/// The losses are those of a run that nothing has interrupted.
+#[test]
+fn a_process_that_is_killed_costs_the_steps_since_the_last_checkpoint() {
+    let folder = tempfile::tempdir().unwrap();
+    write(folder.path(), 36);
+    let Some(child) = start(folder.path(), 2, "checkpoints", 7, 400) else { return };
+    ended_by(child, |child| {
+        let workers = std::fs::read_to_string(format!("/proc/{0}/task/{0}/children", child.id())).unwrap();
+        kill("-KILL", workers.split_whitespace().last().unwrap());
+    });
+    let resumed = printed(start(folder.path(), 2, "checkpoints", 7, 400).unwrap());
+    let step = resumed.lines().find_map(|line| line.strip_prefix("continuing after step ")?.parse::<u64>().ok());
+    assert!(step.is_some_and(|step| step >= 14 && step < 400 && step.is_multiple_of(7)), "{resumed}");
+    let losses = |text: &str| -> Vec<String> {
+        let steps = text.lines().filter(|line| line.starts_with("step "));
+        steps.map(|line| line.split_once(", ").unwrap().1.rsplit_once(',').unwrap().0.to_string()).collect()
+    };
+    let whole = losses(&printed(start(folder.path(), 2, "others", 1_000_000, 400).unwrap()));
+    assert_eq!(losses(&resumed), whole[step.unwrap() as usize..]);
 }
