@@ -218,7 +218,7 @@ fn a_process_that_is_killed_costs_the_steps_since_the_last_checkpoint() {
     });
     let resumed = printed(start(folder.path(), 2, "checkpoints", 7, 400).unwrap());
     let step = resumed.lines().find_map(|line| line.strip_prefix("continuing after step ")?.parse::<u64>().ok());
-    assert!(step.is_some_and(|step| step >= 14 && step < 400 && step.is_multiple_of(7)), "{resumed}");
+    assert!(step.is_some_and(|step| (14..400).contains(&step) && step.is_multiple_of(7)), "{resumed}");
     let losses = |text: &str| -> Vec<String> {
         let steps = text.lines().filter(|line| line.starts_with("step "));
         steps.map(|line| line.split_once(", ").unwrap().1.rsplit_once(',').unwrap().0.to_string()).collect()
