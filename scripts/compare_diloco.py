@@ -37,8 +37,8 @@ def main():
 
     def run(hosts, name, steps, seed=0):
         """Returns the milliseconds of a step, and the loss."""
-        say(f"{name}, {steps} steps, seed {seed}")
         output = harness.run_ranks([program, "--steps", steps, "--seed", seed, *SYSTEMS[name]], 2, hosts)
+        say(f"{name}, {steps} steps, seed {seed}: {output.strip()}")
         return [float(number) for number in re.search(r"([\d.]+) ms per step, validation loss ([\d.]+)", output).groups()]
 
     times = {}
