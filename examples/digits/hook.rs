@@ -1,5 +1,5 @@
 //! The available communication hooks.
-use candle_ddp::comm_hook::{Bf16Compress, Fp16Compress, PowerSgd, PowerSgdOptions};
+use candle_ddp::comm_hook::{Bf16Compress, Fp16Compress, Int8Compress, PowerSgd, PowerSgdOptions};
 use candle_ddp::{DistributedDataParallel, Result};
 use clap::ValueEnum;
 
@@ -11,6 +11,8 @@ pub(crate) enum Hook {
     Fp16,
     /// Gradients are sent in bf16.
     Bf16,
+    /// Gradients are sent in integers of 8 bits.
+    Int8,
     /// Matrices are sent as approximations of rank 1, from step 50 on.
     PowerSgd,
 }
@@ -21,6 +23,7 @@ impl Hook {
             Self::None => Ok(()),
             Self::Fp16 => ddp.register_comm_hook(Fp16Compress::default()),
             Self::Bf16 => ddp.register_comm_hook(Bf16Compress::default()),
+            Self::Int8 => ddp.register_comm_hook(Int8Compress::default()),
             Self::PowerSgd => {
                 ddp.register_comm_hook(PowerSgd::new(PowerSgdOptions { start_iter: 50, ..Default::default() })?)
             }

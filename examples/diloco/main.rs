@@ -18,6 +18,8 @@ mod block;
 mod common {
     pub(crate) mod text;
 }
+#[path = "../digits/hook.rs"]
+mod hook;
 #[path = "../char_gpt/model.rs"]
 mod model;
 // Of these, `generate` uses the rest.
@@ -31,19 +33,22 @@ mod text;
 mod vocabulary;
 
 use candle_core::DType;
-use candle_ddp::comm_hook::{Bf16Compress, Int8Compress, Noop, PowerSgd, PowerSgdOptions};
 use candle_ddp::data::{DataLoader, LoaderOptions, Remainder, SamplerOptions};
 use candle_ddp::optim::{
     AdamW, Optimizer, ParamsAdamW, ParamsSgd, ParamsWarmupCosine, PeriodicModelAverager, WarmupCosine,
 };
 use candle_ddp::{DdpOptions, DistributedDataParallel, ProcessGroup, ReduceOp, Result, nn, seed};
 use candle_nn::VarMap;
-use clap::{Parser, ValueEnum};
+use clap::Parser;
+use hook::Hook;
 use model::Gpt;
 use plain::Config;
 use std::path::PathBuf;
 use std::time::Instant;
 use text::Text;
+
+/// The steps of a longer run that are not timed: PowerSGD compresses after them.
+const UNTIMED: u64 = 50;
 
 /// Train a small GPT on several ranks with a slow link between them.
 #[derive(Parser)]
@@ -94,15 +99,7 @@ struct Options {
     layers: usize,
 }
 
-#[derive(Clone, Copy, ValueEnum)]
-enum Hook {
-    None,
-    Bf16,
-    Int8,
-    PowerSgd,
-}
-
-/// What the ranks average.
+/// The model, whose gradients or parameters the ranks average.
 enum Averaged {
     Gradients(DistributedDataParallel<Gpt>),
     Parameters(Gpt, PeriodicModelAverager),
@@ -123,12 +120,7 @@ fn train(pg: &ProcessGroup, options: &Options) -> Result<()> {
         None => {
             let ddp_options = DdpOptions { init_seed: Some(options.seed), ..Default::default() };
             let ddp = DistributedDataParallel::with_options(pg, &varmap, |vb| Gpt::new(config, vb), ddp_options)?;
-            match options.comm_hook {
-                Hook::None => ddp.register_comm_hook(Noop)?,
-                Hook::Bf16 => ddp.register_comm_hook(Bf16Compress::default())?,
-                Hook::Int8 => ddp.register_comm_hook(Int8Compress::default())?,
-                Hook::PowerSgd => ddp.register_comm_hook(PowerSgd::new(PowerSgdOptions::default())?)?,
-            }
+            options.comm_hook.register(&ddp)?;
             let optimizer = AdamW::new(&ddp, params)?;
             (Averaged::Gradients(ddp), optimizer)
         }
@@ -167,15 +159,15 @@ fn train(pg: &ProcessGroup, options: &Options) -> Result<()> {
             }
             schedule.step(&mut optimizer)?;
             step += 1;
-            if step == 1 {
-                // The first step makes work space, and DiLoCo's first averaging is of the whole model.
+            if step == if options.steps > UNTIMED { UNTIMED } else { 1 } {
                 pg.barrier()?;
                 begun = Instant::now();
             }
         }
     }
     pg.barrier()?;
-    let seconds = begun.elapsed().as_secs_f64() / (options.steps.max(2) - 1) as f64;
+    let timed = if options.steps > UNTIMED { options.steps - UNTIMED } else { options.steps.max(2) - 1 };
+    let seconds = begun.elapsed().as_secs_f64() / timed as f64;
 
     let sampler = SamplerOptions { shuffle: false, remainder: Remainder::Uneven, ..Default::default() };
     let loader_options = LoaderOptions { batch_size: options.batch_size, sampler, ..Default::default() };

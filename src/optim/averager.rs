@@ -61,7 +61,7 @@ use std::collections::HashMap;
 /// [`PerRank`](crate::checkpoint::PerRank), while the averager is the same on all ranks. In an [elastic run](crate::elastic), commit when
 /// [`average_parameters`](Self::average_parameters) has returned true: after a death, all ranks, also new ones, continue from the last averaging.
 ///
-/// [`streaming`](Self::streaming) sends a fragment of the model at a time, while training goes on.
+/// [`streaming`](Self::streaming) averages one fragment of the model at a time, while training continues.
 #[derive(Clone, Debug)]
 pub struct PeriodicModelAverager {
     group: ProcessGroup,
@@ -110,7 +110,7 @@ impl PeriodicModelAverager {
     /// Parameters are divided in the order of their names into `fragments` of about as many elements each, without dividing any.
     /// The first averaging is of all; then every `period / fragments` steps it is the turn of the next fragment, so each has an outer step
     /// in every period. Its all-reduce runs during the next `delay` local steps. Then the parameters of the fragment become
-    /// `(1 - alpha) * result + alpha * local`, where `result` is that of the outer step and `local` the rank's present parameter.
+    /// `(1 - alpha) * result + alpha * local`, where the outer step gives `result`, and `local` is the rank's present parameter.
     /// One fragment, no delay and an `alpha` of 0, the default, are DiLoCo.
     ///
     /// Ranks then never have the same parameters again. What they have in common are the starts in the averager's state. The model is

@@ -68,7 +68,7 @@ pub(crate) fn added_to(grads: &mut GradStore) -> Backward<'_> {
     Backward { into: Some(grads), ..Default::default() }
 }
 
-/// The checkpointer of a run that goes on where the folder's last checkpoint was saved.
+/// The checkpointer of a run that continues from the last checkpoint in the folder.
 pub(crate) fn going_on(pg: &ProcessGroup, folder: impl AsRef<Path>) -> Result<Checkpointer> {
     Checkpointer::new(pg, folder.as_ref(), CheckpointerOptions { resume: true, ..Default::default() })
 }

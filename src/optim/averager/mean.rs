@@ -9,7 +9,7 @@ use candle_core::{Tensor, Var};
 pub(super) static AVERAGER: Purpose = Purpose::of("PeriodicModelAverager::average_parameters");
 
 /// Means over the ranks that are being calculated, in few messages.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug)]
 pub(super) struct Means(Vec<(Vec<Var>, Tensor, Work)>);
 
 impl Means {

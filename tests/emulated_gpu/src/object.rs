@@ -1,4 +1,4 @@
-//! What the functions of all libraries have in common: they write results to addresses and return zero, and their objects are boxes.
+//! The functions of all libraries write results to addresses and return zero. The objects that they create are boxes.
 use std::ffi::{c_int, c_void};
 
 /// Gives `value` to the caller of a function, and returns success.

@@ -181,7 +181,7 @@ fn kill(signal: &str, process: impl Display) {
     assert!(Command::new("kill").args([signal, &process.to_string()]).status().unwrap().success());
 }
 
-/// What a run prints that ends well.
+/// Returns the output of a run, which must succeed.
 fn printed(child: Child) -> String {
     let output = child.wait_with_output().unwrap();
     assert!(output.status.success(), "{output:?}");

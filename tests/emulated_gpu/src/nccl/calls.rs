@@ -65,7 +65,7 @@ const NO_OP: c_int = 0;
 /// For calls without a root.
 const NO_ROOT: c_int = 0;
 
-/// Functions that add a call: their buffers, and what their kind has beside them, make up the call.
+/// Functions that add a call, which consists of their buffers and the fields of its kind.
 macro_rules! calls {
     ($($name:ident: $kind:ident($($buffer:ident: $Pointer:ty),*; $($own:ident),*) => $buffers:expr, $op:expr, $peer:expr;)*) => {
         $(
