@@ -133,6 +133,9 @@ fn each_rows<E: Send>(
     // A slice may be longer than its rows, and its last row may end early.
     let end = result.len().min(m * distance);
     let result = &mut result[..end];
+    if result.is_empty() {
+        return;
+    }
     if threads == 1 {
         result.chunks_mut(size * distance).enumerate().for_each(run);
     } else {
