@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
-"""Checks that docs/dependencies.md gives the purpose of each dependency of the workspace's crates, and that the launcher's dependencies have
-the same features as those of examples and tests, so that cargo compiles them once. cargo-deny checks everything else.
+"""Checks that docs/dependencies.md gives the purpose of each dependency of the workspace's crates, and that nothing is compiled twice: the
+launcher's dependencies have the same features as those of examples and tests, and workspaces that share the root's target folder have its
+profile. cargo-deny checks everything else.
 
     scripts/check_dependencies.py
 """
@@ -9,6 +10,7 @@ import json
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -18,6 +20,10 @@ def tree(*arguments):
     """Returns each dependency with its features, as `NAME vVERSION … with FEATURES`."""
     command = ["cargo", "tree", "--locked", "--prefix", "none", "--no-dedupe", "--format", "{p} with {f}", *arguments]
     return set(subprocess.run(command, check=True, stdout=subprocess.PIPE, cwd=ROOT, text=True).stdout.splitlines()) - {""}
+
+
+def files(pattern):
+    return subprocess.run(["git", "ls-files", pattern], check=True, stdout=subprocess.PIPE, cwd=ROOT, text=True).stdout.splitlines()
 
 
 def main():
@@ -38,6 +44,10 @@ def main():
     alone, beside_tests = tree("--edges", "normal,build"), tree("--edges", "normal,build,dev")
     problems += [f"{line} without dev-dependencies, but not with them: what depends on it is compiled twice"
                  for line in sorted(alone - beside_tests) if line.split()[0] in launcher]
+    profiles = {path.relative_to(ROOT): tomllib.loads(path.read_text()).get("profile", {}).get("dev", {})
+                for path in (ROOT / line for line in files("*Cargo.toml"))}
+    problems += [f"[profile.dev] of {path} differs from the root's: what both have is compiled twice"
+                 for path, profile in profiles.items() if "package" in profile and profile != profiles[Path("Cargo.toml")]]
     print("\n".join(problems) or f"all {len(direct)} dependencies have a purpose, and the launcher's {len(launcher)} the same features in tests")
     sys.exit(bool(problems))
 
