@@ -1,4 +1,5 @@
-//! Layers in training: the fused norms compared with candle's operations; GroupNorm, linear layers and convolutions compared with PyTorch.
+//! Layers in training: the fused norms compared with candle's operations; GroupNorm, linear layers, convolutions and attention over packed
+//! documents compared with PyTorch.
 //!
 //! ```text
 //! cargo bench --bench layers [-- --rounds 30 --threads 1 --python venv/bin/python]
@@ -8,9 +9,12 @@
 //! trained. All alternate, so that other load on the machine affects them equally; PyTorch waits in a separate process until it is
 //! asked. Without `--bench` (as under `cargo test`), it runs two rounds with small tensors as a smoke test.
 use candle_core::{DType, Device, Module, Result, Tensor, Var};
-use candle_ddp::nn::{Conv2d, Conv2dConfig, GroupNorm, LayerNorm, Linear, RmsNorm, matmul};
+use candle_ddp::nn::{
+    AttentionOptions, Conv2d, Conv2dConfig, GroupNorm, LayerNorm, Linear, RmsNorm, matmul,
+    scaled_dot_product_attention_qkvpacked,
+};
 use candle_nn::ops::{layer_norm_slow, rms_norm_slow};
-use clap::Parser;
+use clap::{Parser, ValueEnum};
 use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdout, Command, ExitCode, Stdio};
@@ -36,9 +40,16 @@ struct Options {
     /// A Python interpreter that has PyTorch.
     #[arg(long)]
     python: Option<PathBuf>,
-    /// Only these: norms, groups, products.
-    #[arg(long, value_delimiter = ',', default_value = "norms,groups,products")]
-    parts: Vec<String>,
+    #[arg(long, value_enum, value_delimiter = ',', default_values_t = [Part::Norms, Part::Groups, Part::Products, Part::Packed])]
+    parts: Vec<Part>,
+}
+
+#[derive(Clone, Copy, PartialEq, ValueEnum)]
+enum Part {
+    Norms,
+    Groups,
+    Products,
+    Packed,
 }
 
 const EPS: f32 = 1e-5;
@@ -76,16 +87,19 @@ fn restart(threads: usize) -> std::io::Result<()> {
 }
 
 fn bench(measure: bool, options: &Options) -> Result<()> {
-    let has = |part: &str| options.parts.iter().any(|name| name == part);
-    if has("norms") {
+    let has = |part| options.parts.contains(&part);
+    if has(Part::Norms) {
         bench_norms(measure, options.rounds)?;
     }
     let mut pytorch = options.python.as_deref().map(|python| PyTorch::start(python, options.threads)).transpose()?;
-    if has("groups") {
+    if has(Part::Groups) {
         bench_groups(measure, options.rounds, pytorch.as_mut())?;
     }
-    if has("products") {
+    if has(Part::Products) {
         bench_products(measure, options.rounds, pytorch.as_mut())?;
+    }
+    if has(Part::Packed) {
+        bench_packed(measure, options.rounds, pytorch.as_mut())?;
     }
     Ok(())
 }
@@ -213,6 +227,49 @@ fn bench_products(measure: bool, rounds: usize, mut pytorch: Option<&mut PyTorch
             let layer = Conv2d::new(random(&[outputs, inputs, kernel, kernel])?, None, config);
             let products = images * (size / stride).pow(2) * outputs * inputs * kernel * kernel;
             each(format!("conv {}", sizes(extents)), products, &|| layer.forward(&x))?;
+        }
+    }
+    Ok(())
+}
+
+/// The lengths of the documents of a row of 2048 tokens.
+const DOCUMENTS: [&[usize]; 3] = [&[2048], &[731, 412, 290, 214, 150, 102, 71, 44, 22, 12], &[32; 64]];
+
+/// Causal attention of six heads of 64 over documents that share a row.
+fn bench_packed(measure: bool, rounds: usize, mut pytorch: Option<&mut PyTorch>) -> Result<()> {
+    println!(
+        "\n| documents | dtype | ours: forward, ms | backward | PyTorch: forward | backward | ours / PyTorch |\n|---|---|---:|---:|---:|---:|---:|"
+    );
+    let cases = if measure { &DOCUMENTS[..] } else { &[&[3, 1, 2][..]] };
+    for lengths in cases {
+        for dtype in [DType::F32, DType::BF16] {
+            let ends = lengths.iter().scan(0, |end, length| {
+                *end += *length as u32;
+                Some(*end)
+            });
+            let cu_seq = Tensor::from_iter(std::iter::once(0).chain(ends), &Device::Cpu)?;
+            let tokens = lengths.iter().sum::<usize>();
+            let qkv = Tensor::randn(0f32, 1., (1, tokens, 3 * 6 * 64), &Device::Cpu)?.to_dtype(dtype)?;
+            let qkv = Var::from_tensor(&qkv)?;
+            let options =
+                || AttentionOptions { cu_seq: Some(cu_seq.clone()), is_causal: true, ..AttentionOptions::default() };
+            let joined = lengths.iter().map(ToString::to_string).collect::<Vec<_>>().join("×");
+            let case = format!("packed {joined} {}", dtype.as_str());
+            let mut times = Vec::with_capacity(rounds);
+            // The first round is not counted.
+            for _ in 0..=rounds {
+                let theirs = pytorch.as_mut().map(|pytorch| pytorch.time(&case)).transpose()?.unwrap_or([f64::NAN; 2]);
+                times.push([time(|| scaled_dot_product_attention_qkvpacked(&qkv, 6, options()))?, theirs]);
+            }
+            let median = |value: &dyn Fn(&[[f64; 2]; 2]) -> f64| median::median(times[1..].iter().map(value));
+            let (documents, shortest, longest) = (lengths.len(), lengths.iter().min(), lengths.iter().max());
+            let (Some(shortest), Some(longest)) = (shortest, longest) else { continue };
+            print!("| {documents} of {shortest} to {longest} tokens | {} |", dtype.as_str());
+            for (who, pass) in [(0, 0), (0, 1), (1, 0), (1, 1)] {
+                print!(" {:.2} |", median(&|times| times[who][pass]));
+            }
+            let sum = |times: [f64; 2]| times[0] + times[1];
+            println!(" **{:.2}** |", median(&|times| sum(times[0]) / sum(times[1])));
         }
     }
     Ok(())

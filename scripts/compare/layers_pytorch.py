@@ -19,6 +19,22 @@ def layer(kind, sizes, *rest):
     return torch.nn.Conv2d(inputs, outputs, kernel, stride, padding=kernel // 2, bias=False), [images, inputs, size, size]
 
 
+def packed(lengths, dtype, heads=6, width=64):
+    """Causal attention within documents of one row. `varlen_attn` needs CUDA; on a CPU, a call for each document is the fastest way."""
+    qkv = torch.randn(sum(lengths), 3, heads, width).to(dtype).requires_grad_()
+
+    def forward():
+        documents = (document.permute(1, 2, 0, 3).unsqueeze(1) for document in qkv.split(lengths))
+        seen = [torch.nn.functional.scaled_dot_product_attention(*document, is_causal=True) for document in documents]
+        return torch.cat([one[0].transpose(0, 1).flatten(1) for one in seen])
+
+    def backward(y):
+        qkv.grad = None
+        y.backward(torch.ones_like(y))
+
+    return forward, backward
+
+
 @functools.cache
 def case(kind, sizes, *rest):
     """Functions of a forward and of a backward pass; of products there is only one."""
@@ -33,6 +49,8 @@ def case(kind, sizes, *rest):
             "dw": lambda: torch.matmul(dy.t(), x),
         }[kind]
         return product, None
+    if kind == "packed":
+        return packed(sizes, dtype)
     module, shape = layer(kind, sizes, *rest)
     module.to(dtype)
     if kind == "conv":
