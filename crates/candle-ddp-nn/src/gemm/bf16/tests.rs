@@ -72,6 +72,24 @@ fn packing_and_tiles_cover_every_extent() {
     products_are_exact_up_to_sums(Portable);
 }
 
+#[test]
+fn products_without_rows_columns_or_depth_have_no_blocks() {
+    let bias = numbers(3, 1);
+    for (m, n, k) in [(0, 3, 2), (2, 0, 3), (2, 3, 0), (0, 0, 0)] {
+        let (a, b) = (numbers(m * k, 2), numbers(k * n, 3));
+        let (of_a, of_b) = ((&a[..], Strides::rows(k)), (&b[..], Strides::rows(n)));
+        for threads in [1, 2] {
+            let (mut sum, mut to) = (vec![0.5; m * n], vec![MaybeUninit::new(bf16::NAN); m * n]);
+            sums(Portable, (m, n, k), (&mut sum, n), false, of_a, of_b, threads);
+            rounded(Portable, (m, n, k), &mut to, of_a, of_b, Some(&bias[..n]), threads);
+            assert_eq!(sum, vec![0.0; m * n]);
+            // SAFETY: all were initialised.
+            let to: Vec<bf16> = to.into_iter().map(|to| unsafe { to.assume_init() }).collect();
+            assert_eq!(to, bias[..n].repeat(m));
+        }
+    }
+}
+
 /// Skipped where the processor does not have the instructions.
 #[cfg(target_arch = "x86_64")]
 #[test]
