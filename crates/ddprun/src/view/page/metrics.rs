@@ -10,50 +10,66 @@ const LONGEST: u64 = 1 << 20;
 /// The most curves of a file.
 const CURVES: usize = 64;
 
-#[derive(Debug)]
-pub(super) struct Metrics {
-    name: String,
+/// What the lines of a file say.
+#[derive(Default)]
+struct Metrics {
     /// By position, "step" or "epoch", and name.
     curves: BTreeMap<(&'static str, String), Series>,
+    /// How many lines are torn, or are not JSON objects, and how many have no position.
+    torn: usize,
+    others: usize,
+    /// Whether there are more curves.
+    is_cut: bool,
 }
 
-/// Reads a file of JSON lines. `None` if it has no numbers.
-pub(super) fn read(folder: &Path, file: &Path, notes: &mut Vec<String>) -> Option<Metrics> {
+/// The section about a file of JSON lines; "" if it has no numbers.
+pub(super) fn html(folder: &Path, file: &Path, notes: &mut Vec<String>) -> String {
     let name = file.strip_prefix(folder).unwrap_or(file).display().to_string();
-    let mut metrics = Metrics { name: name.clone(), curves: BTreeMap::new() };
-    let mut skipped = Skipped::default();
-    if let Err(error) = find::lines(file, LONGEST, |line| metrics.add(line, &mut skipped)) {
+    let mut metrics = Metrics::default();
+    if let Err(error) = find::lines(file, LONGEST, |line| metrics.add(line)) {
         notes.push(format!("{name} cannot be read: {error}"));
     }
-    let Skipped { lines, others, curves } = skipped;
-    if lines > 0 {
-        notes.push(format!("{name}: {lines} lines are torn, or are not JSON objects"));
+    let Metrics { curves, torn, others, is_cut } = metrics;
+    if torn > 0 {
+        notes.push(format!("{name}: {torn} lines are torn, or are not JSON objects"));
     }
     if others > 0 {
         notes.push(format!("{name}: {others} lines have no \"step\" and no \"epoch\""));
     }
-    if curves {
+    if is_cut {
         notes.push(format!("{name}: only the first {CURVES} of its curves are shown"));
     }
-    (!metrics.curves.is_empty()).then_some(metrics)
-}
-
-#[derive(Default)]
-struct Skipped {
-    lines: usize,
-    others: usize,
-    curves: bool,
+    if curves.is_empty() {
+        return String::new();
+    }
+    let mut charts: BTreeMap<((usize, &str), &str), Vec<chart::Curve<'_>>> = BTreeMap::new();
+    for ((position, name), series) in &curves {
+        charts.entry((chart_of(name), *position)).or_default().push((name.clone(), series.points()));
+    }
+    let mut figures = String::new();
+    for (((_, title), position), curves) in &charts {
+        for curves in curves.chunks(chart::MOST) {
+            figures += &chart::figure(title, position, curves);
+        }
+    }
+    let last = |((position, name), series): (&(&str, String), &Series)| {
+        let (at, value) = series.points().last()?;
+        Some([name.clone(), html::number(*value), format!("{position} {}", html::number(*at))])
+    };
+    let rows: Vec<[String; 3]> = curves.iter().filter_map(last).collect();
+    let table = html::table(["metric", "last value", "at"], &rows);
+    html::section(&format!("Metrics: {name}"), &format!("<div class=charts>{figures}</div>{table}"))
 }
 
 impl Metrics {
-    fn add(&mut self, line: &[u8], skipped: &mut Skipped) {
+    fn add(&mut self, line: &[u8]) {
         let Ok(fields) = serde_json::from_slice::<Map<String, Value>>(line) else {
-            skipped.lines += usize::from(!line.trim_ascii().is_empty());
+            self.torn += usize::from(!line.trim_ascii().is_empty());
             return;
         };
         let position = ["step", "epoch"].into_iter().find_map(|name| Some((name, fields.get(name)?.as_f64()?)));
         let Some((position, at)) = position else {
-            skipped.others += 1;
+            self.others += 1;
             return;
         };
         for (name, value) in fields {
@@ -67,31 +83,11 @@ impl Metrics {
             };
             let key = (position, name);
             if !self.curves.contains_key(&key) && self.curves.len() == CURVES {
-                skipped.curves = true;
+                self.is_cut = true;
                 continue;
             }
             self.curves.entry(key).or_default().push(at, value);
         }
-    }
-
-    pub(super) fn html(&self) -> String {
-        let mut charts: BTreeMap<((usize, &str), &str), Vec<chart::Curve<'_>>> = BTreeMap::new();
-        for ((position, name), series) in &self.curves {
-            charts.entry((chart_of(name), *position)).or_default().push((name.clone(), series.points()));
-        }
-        let mut figures = String::new();
-        for (((_, title), position), curves) in &charts {
-            for curves in curves.chunks(chart::MOST) {
-                figures += &chart::figure(title, position, curves);
-            }
-        }
-        let last = |((position, name), series): (&(&str, String), &Series)| {
-            let (at, value) = series.points().last()?;
-            Some([name.clone(), html::number(*value), format!("{position} {}", html::number(*at))])
-        };
-        let rows: Vec<[String; 3]> = self.curves.iter().filter_map(last).collect();
-        let table = html::table(["metric", "last value", "at"], &rows);
-        html::section(&format!("Metrics: {}", self.name), &format!("<div class=charts>{figures}</div>{table}"))
     }
 }
 

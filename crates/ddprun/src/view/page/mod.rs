@@ -38,13 +38,10 @@ pub(crate) fn write(folder: &Path, output: Option<&Path>) -> Result<(PathBuf, Ve
 fn page(folder: &Path) -> Result<(String, Vec<String>)> {
     let Found { metrics, traces, attempts, records, verdicts, flights, mut notes } = find::find(folder)?;
     let verdicts: String = verdicts.iter().map(|file| verdicts::html(folder, file, &mut notes)).collect();
-    let metrics = metrics.iter().filter_map(|file| metrics::read(folder, file, &mut notes));
-    let metrics: String = metrics.map(|metrics| metrics.html()).collect();
-    let traces = traces.iter().filter_map(|files| traces::read(folder, files, &mut notes));
-    let traces: String = traces.map(|traces| traces.html()).collect();
+    let metrics: String = metrics.iter().map(|file| metrics::html(folder, file, &mut notes)).collect();
+    let traces: String = traces.iter().map(|files| traces::html(folder, files, &mut notes)).collect();
     let attempts = attempts::html(folder, &attempts, &mut notes);
-    let ranks = records.iter().filter_map(|file| ranks::read(folder, file, &mut notes));
-    let ranks: String = ranks.map(|ranks| ranks.html()).collect();
+    let ranks: String = records.iter().map(|file| ranks::html(folder, file, &mut notes)).collect();
     let flights: String = flights.iter().map(|of| verdicts::flights(folder, of, &mut notes)).collect();
     let parts = [
         (&metrics, "curves", "metrics::Writer writes them, as *.jsonl"),

@@ -11,8 +11,7 @@ const LONGEST: u64 = 8 << 20;
 const ROWS: usize = 256;
 
 #[derive(Debug, Default)]
-pub(super) struct Ranks {
-    place: String,
+struct Ranks {
     ranks: BTreeMap<usize, Rank>,
     restarts: u32,
     /// Of the ranks that waited least, by seconds: the percentage of the time for which they waited.
@@ -49,11 +48,10 @@ fn gain(last: Option<&Told>, told: &Told) -> Gain {
     }
 }
 
-/// Reads the record of a run. `None` if no rank has made steps.
-pub(super) fn read(folder: &Path, file: &Path, notes: &mut Vec<String>) -> Option<Ranks> {
+/// The section about the record of a run; "" if no rank has made steps.
+pub(super) fn html(folder: &Path, file: &Path, notes: &mut Vec<String>) -> String {
     let name = file.strip_prefix(folder).unwrap_or(file).display().to_string();
-    let place = html::place(folder, file.parent().unwrap_or(folder));
-    let mut ranks = Ranks { place, ..Ranks::default() };
+    let mut ranks = Ranks::default();
     let parse = |text: &[u8]| {
         let mut line: Line = serde_json::from_slice(text).ok()?;
         line.ranks.retain(|told| told.rank < LISTED);
@@ -78,7 +76,11 @@ pub(super) fn read(folder: &Path, file: &Path, notes: &mut Vec<String>) -> Optio
     if torn > 0 {
         notes.push(format!("{name}: {torn} lines are torn, or no ddprun has written them"));
     }
-    (!ranks.ranks.is_empty()).then_some(ranks)
+    if ranks.ranks.is_empty() {
+        return String::new();
+    }
+    let place = html::place(folder, file.parent().unwrap_or(folder));
+    html::section(&format!("Waits of the ranks: {place}"), &ranks.html())
 }
 
 impl Ranks {
@@ -117,7 +119,7 @@ impl Ranks {
         }
     }
 
-    pub(super) fn html(&self) -> String {
+    fn html(&self) -> String {
         let curves: Vec<_> = self.curves.iter().map(|(rank, curve)| (format!("rank {rank}"), curve.points())).collect();
         let chart = chart::figure("Waiting for the others, in % of the time", "second of the record", &curves);
         let row = |(rank, of): (&usize, &Rank)| {
@@ -135,8 +137,7 @@ impl Ranks {
             text += &format!("<p>And {more} more ranks. The curves are those of the ranks that waited least.</p>\n");
         }
         text += &format!("<p>{}</p>\n", html::escape(&self.verdict()));
-        text += &format!("<p>Restarts used: {}.</p>\n", self.restarts);
-        html::section(&format!("Waits of the ranks: {}", self.place), &text)
+        text + &format!("<p>Restarts used: {}.</p>\n", self.restarts)
     }
 
     fn verdict(&self) -> String {

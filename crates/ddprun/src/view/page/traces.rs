@@ -14,16 +14,10 @@ const SPANS: usize = 4096;
 /// The phase in which a rank waits for the gradients of the others.
 const WAIT: &str = "wait for buckets";
 
-#[derive(Debug)]
-pub(super) struct Traces {
-    place: String,
-    ranks: Vec<Rank>,
-}
-
-/// Reads the traces of a folder. `None` if they have no spans.
-pub(super) fn read(folder: &Path, files: &[(usize, PathBuf)], notes: &mut Vec<String>) -> Option<Traces> {
-    let parent = files.first()?.1.parent()?;
-    let place = html::place(folder, parent);
+/// The section about the traces of a folder; "" if they have no spans.
+pub(super) fn html(folder: &Path, files: &[(usize, PathBuf)], notes: &mut Vec<String>) -> String {
+    let parent = files.first().and_then(|(_, file)| file.parent());
+    let place = html::place(folder, parent.unwrap_or(folder));
     if files.len() > RANKS {
         notes.push(format!("{place}: only the traces of {RANKS} ranks of {} are shown", files.len()));
     }
@@ -35,7 +29,22 @@ pub(super) fn read(folder: &Path, files: &[(usize, PathBuf)], notes: &mut Vec<St
             Err(error) => notes.push(error.to_string()),
         }
     }
-    (!ranks.is_empty()).then_some(Traces { place, ranks })
+    if ranks.is_empty() {
+        return String::new();
+    }
+    let curves: Vec<_> = ranks.iter().map(|rank| (format!("rank {}", rank.rank), rank.waits.points())).collect();
+    let waits = chart::figure("Waiting for the others, in milliseconds", "traced step", &curves);
+    let row = |rank: &Rank| {
+        let mean = if rank.steps > 0 { rank.waited / rank.steps as f64 } else { 0. };
+        [rank.rank.to_string(), rank.steps.to_string(), html::number(mean), html::number(rank.longest)]
+    };
+    let rows: Vec<_> = ranks.iter().map(row).collect();
+    let table = html::table(["rank", "traced steps", "mean wait (ms)", "longest wait (ms)"], &rows);
+    let hint = "<p>The rank that waits least is the one that the others wait for.</p>\n";
+    let hint = if ranks.len() > 1 { hint } else { "" };
+    let steps = timeline::figure(&ranks);
+    let title = format!("Waits and timeline: {place}");
+    html::section(&title, &format!("<div class=charts>{waits}</div>{table}{hint}{steps}"))
 }
 
 /// An event of a trace, with times in microseconds.
@@ -73,25 +82,4 @@ fn of_rank(rank: usize, file: &Path) -> candle_ddp_rendezvous::Result<Rank> {
     }
     read.end_step(waited);
     Ok(read)
-}
-
-impl Traces {
-    pub(super) fn html(&self) -> String {
-        let curves: Vec<_> =
-            self.ranks.iter().map(|rank| (format!("rank {}", rank.rank), rank.waits.points())).collect();
-        let waits = chart::figure("Waiting for the others, in milliseconds", "traced step", &curves);
-        let row = |rank: &Rank| {
-            let mean = if rank.steps > 0 { rank.waited / rank.steps as f64 } else { 0. };
-            [rank.rank.to_string(), rank.steps.to_string(), html::number(mean), html::number(rank.longest)]
-        };
-        let rows: Vec<_> = self.ranks.iter().map(row).collect();
-        let table = html::table(["rank", "traced steps", "mean wait (ms)", "longest wait (ms)"], &rows);
-        let hint = "<p>The rank that waits least is the one that the others wait for.</p>\n";
-        let hint = if self.ranks.len() > 1 { hint } else { "" };
-        let steps = timeline::figure(&self.ranks);
-        html::section(
-            &format!("Waits and timeline: {}", self.place),
-            &format!("<div class=charts>{waits}</div>{table}{hint}{steps}"),
-        )
-    }
 }
