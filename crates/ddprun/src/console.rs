@@ -2,10 +2,8 @@
 pub(crate) use crate::printer::{NoReader, Target};
 use crate::printer::{Piece, Printer};
 use crate::tail::plain;
-use std::fs::File;
 use std::io::{self, IsTerminal};
 use std::os::fd::{AsFd, BorrowedFd};
-use std::os::unix::fs::MetadataExt;
 use std::sync::{Arc, LazyLock};
 use std::time::{Duration, Instant};
 
@@ -92,8 +90,7 @@ impl Console {
 
 /// Returns device and inode, which are equal if two file descriptors refer to the same file.
 fn identity(fd: BorrowedFd<'_>) -> Option<(u64, u64)> {
-    let metadata = File::from(fd.try_clone_to_owned().ok()?).metadata().ok()?;
-    Some((metadata.dev(), metadata.ino()))
+    rustix::fs::fstat(fd).ok().map(|stat| (stat.st_dev, stat.st_ino))
 }
 
 /// Shows a message of ddprun to the user. Never blocks. Control characters are left out, since names and errors in it

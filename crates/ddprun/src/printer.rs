@@ -1,13 +1,13 @@
 //! A thread that writes to stdout or stderr, so that nothing else blocks if the output is not read.
-use candle_ddp_base::panic::{lock, wait, wait_timeout};
+use candle_ddp_base::panic::lock;
 use candle_ddp_base::thread;
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
 use std::collections::VecDeque;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard};
-use std::time::{Duration, Instant};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::time::Duration;
 
 /// One of the two standard streams.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -77,28 +77,12 @@ impl Printer {
         printer
     }
 
-    /// Waits until `condition` is false or `deadline` has passed.
-    fn wait_while<'a>(
-        &'a self,
-        mut queue: MutexGuard<'a, Queue>,
-        deadline: Option<Instant>,
-        condition: impl Fn(&Queue) -> bool,
-    ) -> MutexGuard<'a, Queue> {
-        while condition(&queue) {
-            queue = match deadline.map(|deadline| deadline.saturating_duration_since(Instant::now())) {
-                Some(Duration::ZERO) => break,
-                Some(rest) => wait_timeout(&self.changed, queue, rest),
-                None => wait(&self.changed, queue),
-            };
-        }
-        queue
-    }
-
     /// Queues `piece`. Output blocks while the queue is full; messages never do.
     pub(crate) fn push(&self, piece: Piece) -> Result<(), NoReader> {
         let mut queue = lock(&self.queue);
         if matches!(piece, Piece::Output { .. }) {
-            queue = self.wait_while(queue, None, |queue| queue.left >= LIMIT && !queue.unlimited && !queue.closed);
+            let is_full = |queue: &mut Queue| queue.left >= LIMIT && !queue.unlimited && !queue.closed;
+            queue = self.changed.wait_while(queue, is_full).unwrap_or_else(PoisonError::into_inner);
         }
         if queue.closed {
             return Err(NoReader);
@@ -117,8 +101,8 @@ impl Printer {
 
     /// Waits until everything is written, for at most `patience`, and returns the number of unwritten bytes.
     pub(crate) fn wait(&self, patience: Duration) -> usize {
-        let deadline = Instant::now().checked_add(patience);
-        self.wait_while(lock(&self.queue), deadline, |queue| queue.left > 0).left
+        let waited = self.changed.wait_timeout_while(lock(&self.queue), patience, |queue| queue.left > 0);
+        waited.unwrap_or_else(PoisonError::into_inner).0.left
     }
 }
 
@@ -142,7 +126,8 @@ impl Writer {
     fn run(mut self) {
         let printer = Arc::clone(&self.printer);
         loop {
-            let mut queue = printer.wait_while(lock(&printer.queue), None, |queue| queue.pieces.is_empty());
+            let queue = printer.changed.wait_while(lock(&printer.queue), |queue| queue.pieces.is_empty());
+            let mut queue = queue.unwrap_or_else(PoisonError::into_inner);
             let Some(piece) = queue.pieces.pop_front() else { continue };
             drop(queue);
             // Bytes that could not be written are also subtracted from the count here.
