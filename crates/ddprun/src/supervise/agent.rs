@@ -17,11 +17,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 /// The consequence of a worker's end.
+#[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Reaction {
-    /// It has done its work, or the others continue without it.
+    /// It has done its work, or the others continue without it, or with the process that has taken its place.
     Continue,
-    /// This worker takes its place.
-    Replaced(Worker),
     /// All workers are ended, and then restarted.
     RestartAll,
     /// The coordinator of all nodes has the report, and decides.
@@ -219,10 +218,7 @@ impl<'a> Agent<'a> {
         self.starter.topology = Topology { layout: layout.clone(), node_rank };
         (self.attempt, self.restart_count) = (attempt, restart_count);
         (self.is_member, self.starter.is_joint_check) = (true, false);
-        for local_rank in 0..self.starter.topology.local_world_size() {
-            workers.push(self.start(local_rank, incarnations.get(local_rank).copied().unwrap_or(0))?);
-        }
-        Ok(())
+        self.start_all(incarnations, workers)
     }
 
     /// Whether `slot` is the number of this node.
@@ -230,17 +226,19 @@ impl<'a> Agent<'a> {
         self.slot == Some(slot)
     }
 
-    /// Starts all workers, and adds each to `workers`.
-    pub(crate) fn start_all(&mut self, workers: &mut Vec<Worker>) -> Result<()> {
-        let mut ranks = 0..self.starter.topology.local_world_size();
-        ranks.try_for_each(|local_rank| self.start(local_rank, 0).map(|worker| workers.push(worker)))
+    /// Starts all workers, and adds each to `workers`. `incarnations` says how many processes each rank has had, if any.
+    pub(crate) fn start_all(&mut self, incarnations: &[u64], workers: &mut Vec<Worker>) -> Result<()> {
+        for local_rank in 0..self.starter.topology.local_world_size() {
+            workers.push(self.start(local_rank, incarnations.get(local_rank).copied().unwrap_or(0))?);
+        }
+        Ok(())
     }
 
     /// Restarts all workers.
     pub(crate) fn restart_all(&mut self, workers: &mut Vec<Worker>) -> Result<()> {
         if self.link.is_some() {
             // The coordinator has numbered this start, and has cleared the store.
-            return self.start_all(workers);
+            return self.start_all(&[], workers);
         }
         self.attempt += 1;
         (self.members, self.phase) = (None, Phase::Running);
@@ -251,10 +249,11 @@ impl<'a> Agent<'a> {
                 source.set_store(server, self.status());
             }
         }
-        self.start_all(workers)
+        self.start_all(&[], workers)
     }
 
-    /// Decides what follows the end of `worker`, while no other has failed, or while a signal ends the run.
+    /// Decides what follows the end of `worker`, while no other has failed, or while a signal ends the run. If a new process takes its
+    /// place, that is `worker` afterwards.
     pub(crate) fn on_exit(&mut self, worker: &mut Worker) -> Reaction {
         let Some(ended) = worker.ended else { return Reaction::Continue };
         let failed = ended.how != Exit::Code(0);
@@ -276,7 +275,7 @@ impl<'a> Agent<'a> {
                 _ => Phase::Running,
             };
             // Otherwise the failure is judged when all workers have ended.
-            if let (Reaction::Continue | Reaction::Replaced(_), Some(verdict)) = (&reaction, alone) {
+            if let Some(verdict) = alone.filter(|_| reaction == Reaction::Continue) {
                 self.survive(verdict);
             }
             self.tell_status();
@@ -338,11 +337,12 @@ impl<'a> Agent<'a> {
                 message(reason);
                 self.restart_count = self.restarts.used;
                 let incarnation = self.members.as_ref().map_or(0, |members| members.incarnation(rank));
-                self.start(worker.local_rank, incarnation).map(Reaction::Replaced).inspect_err(|error| {
+                *worker = self.start(worker.local_rank, incarnation).inspect_err(|error| {
                     let reason = format!("its process {exit} and cannot be restarted: {error}");
                     // The workers are ended in any case.
                     let _ = self.members.as_ref().map(|members| members.fail(rank, reason));
-                })?
+                })?;
+                Reaction::Continue
             }
         })
     }

@@ -170,7 +170,7 @@ fn run_workers(
         say_threads(config);
     }
     if !agent.is_linked() {
-        agent.start_all(&mut supervisor.workers)?;
+        agent.start_all(&[], &mut supervisor.workers)?;
     }
     let (outcome, remains) = supervisor.watch(&events, &mut agent);
     let patience = config.options.shutdown_timeout;

@@ -392,7 +392,6 @@ impl Supervisor {
                 // The others end anyway: the ranks of an elastic run without this one, or with an error.
                 _ if is_stopping => {}
                 Reaction::Continue => {}
-                Reaction::Replaced(replacement) => *worker = replacement,
                 Reaction::RestartAll => {
                     (self.outcome, self.restarting) = (Outcome::Failure(index), true);
                     self.end(Signal::TERM);
