@@ -6,7 +6,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
 /// The numbers of logical processors.
-type Cpus = BTreeSet<usize>;
+pub(crate) type Cpus = BTreeSet<usize>;
 
 /// The binding of a worker, in torchrun's words. All its processors are near its GPU; without GPUs, the workers are
 /// distributed evenly.
@@ -49,16 +49,24 @@ impl Drop for OnCpus {
     }
 }
 
+/// The processors that this process may use.
+pub(crate) fn allowed() -> rustix::io::Result<Cpus> {
+    let set = sched_getaffinity(None)?;
+    Ok((0..CpuSet::MAX_CPU).filter(|cpu| set.is_set(*cpu)).collect())
+}
+
+/// These processors, as the system takes them.
+pub(crate) fn cpu_set(cpus: impl IntoIterator<Item = usize>) -> CpuSet {
+    let mut set = CpuSet::new();
+    cpus.into_iter().for_each(|cpu| set.set(cpu));
+    set
+}
+
 /// Returns the processors of each of `workers` workers. `gpus` are the numbers of their GPUs; none if there are no GPUs.
 pub(crate) fn bind(binding: Binding, workers: usize, gpus: Option<&[usize]>) -> Result<Vec<CpuSet>> {
-    let allowed = sched_getaffinity(None).map_err(|error| Error::io("reading the processors of ddprun", error))?;
-    let allowed: Cpus = (0..CpuSet::MAX_CPU).filter(|cpu| allowed.is_set(*cpu)).collect();
+    let allowed = allowed().map_err(|error| Error::io("reading the processors of ddprun", error))?;
     let system = System { root: Path::new("/"), allowed: &allowed };
-    let sets = system.bind(binding, workers, gpus)?;
-    Ok(sets
-        .into_iter()
-        .map(|cpus| cpus.into_iter().fold(CpuSet::new(), |mut set, cpu| (set.set(cpu), set).1))
-        .collect())
+    Ok(system.bind(binding, workers, gpus)?.into_iter().map(cpu_set).collect())
 }
 
 /// A machine, as its file systems show it.

@@ -1,7 +1,9 @@
 //! The speed of processors and memory, as the ranks of a run would use them: all at the same time.
+use crate::numa::cpu_set;
 use candle_ddp_simd::vectorise;
-use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
+use rustix::thread::sched_setaffinity;
 use std::hint::black_box;
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 /// Rows and columns of the matrices. Three of them fit into a core's cache of the second level.
@@ -36,12 +38,6 @@ impl Effort {
 /// Cores with their GFLOP/s; without a number if there are more ranks than cores.
 pub(super) type Products = Vec<(Option<usize>, f64)>;
 
-/// The processors that this process may use.
-pub(super) fn allowed() -> Vec<usize> {
-    let set = sched_getaffinity(None).unwrap_or_default();
-    (0..CpuSet::MAX_CPU).filter(|cpu| set.is_set(*cpu)).collect()
-}
-
 /// The share of rank `local_rank` of `local_world_size` in these processors; none if there are more ranks than processors.
 pub(super) fn share(cpus: &[usize], local_rank: usize, local_world_size: usize) -> Vec<usize> {
     let (count, ranks) = (cpus.len(), local_world_size.max(1));
@@ -55,44 +51,35 @@ pub(super) fn share(cpus: &[usize], local_rank: usize, local_world_size: usize) 
 /// median of the repetitions.
 pub(super) fn products(cpus: &[usize], effort: Effort) -> Products {
     let size = if effort.most_bytes < 4 * SIZE * SIZE { SMALL } else { SIZE };
-    std::thread::scope(|scope| {
-        let start = |cpu: Option<usize>| {
-            let work = move || {
-                cpu.into_iter().for_each(pin);
-                let [left, right] = [0.5_f32, 0.25].map(|value| vec![value; size * size]);
-                let mut out = vec![0.0; size * size];
-                let flops = 2.0 * (size * size * size) as f64;
-                rate(effort.repetitions, || multiply(size, black_box(&left), black_box(&right), &mut out)) * flops / 1e9
-            };
-            // Where the system starts no more threads, the core counts as untested.
-            (cpu, std::thread::Builder::new().spawn_scoped(scope, work))
-        };
-        let cpus = cpus.iter().copied().map(Some).chain(cpus.is_empty().then_some(None));
-        let running: Vec<_> = cpus.map(start).collect();
-        running.into_iter().filter_map(|(cpu, thread)| Some((cpu, thread.ok()?.join().ok()?))).collect()
-    })
+    let work = move || {
+        let [left, right] = [0.5_f32, 0.25].map(|value| vec![value; size * size]);
+        let mut out = vec![0.0; size * size];
+        let flops = 2.0 * (size * size * size) as f64;
+        rate(effort.repetitions, || multiply(size, black_box(&left), black_box(&right), &mut out)) * flops / 1e9
+    };
+    let cpus = cpus.iter().copied().map(Some).chain(cpus.is_empty().then_some(None));
+    let running: Vec<_> = cpus.map(|cpu| (cpu, on(cpu, work))).collect();
+    // Where the system starts no more threads, the core counts as untested.
+    running.into_iter().filter_map(|(cpu, thread)| Some((cpu, thread.ok()?.join().ok()?))).collect()
 }
 
 /// GB/s of copying memory on one core: bytes that are copied, each of which is read and written. The median of the repetitions.
 pub(super) fn copy(cpu: Option<usize>, effort: Effort) -> f64 {
     let bytes = COPIED.min(effort.most_bytes);
-    std::thread::scope(|scope| {
-        let work = move || {
-            cpu.into_iter().for_each(pin);
-            let (from, mut to) = (vec![1_u8; bytes], vec![0_u8; bytes]);
-            rate(effort.repetitions, || black_box(&mut to).copy_from_slice(black_box(&from))) * bytes as f64 / 1e9
-        };
-        std::thread::Builder::new().spawn_scoped(scope, work).ok().and_then(|thread| thread.join().ok())
-    })
-    .unwrap_or(0.0)
+    let work = move || {
+        let (from, mut to) = (vec![1_u8; bytes], vec![0_u8; bytes]);
+        rate(effort.repetitions, || black_box(&mut to).copy_from_slice(black_box(&from))) * bytes as f64 / 1e9
+    };
+    on(cpu, work).ok().and_then(|thread| thread.join().ok()).unwrap_or(0.0)
 }
 
-/// Keeps this thread on a core.
-fn pin(cpu: usize) {
-    let mut set = CpuSet::new();
-    set.set(cpu);
-    // Where that is forbidden, the system's choice is measured.
-    let _ = sched_setaffinity(None, &set);
+/// Starts `work` on a thread that stays on a core, or where the system chooses.
+fn on(cpu: Option<usize>, work: impl FnOnce() -> f64 + Send + 'static) -> std::io::Result<JoinHandle<f64>> {
+    std::thread::Builder::new().spawn(move || {
+        // Where that is forbidden, the system's choice is measured.
+        let _ = cpu.map(|cpu| sched_setaffinity(None, &cpu_set([cpu])));
+        work()
+    })
 }
 
 /// How often `work` runs in a second.

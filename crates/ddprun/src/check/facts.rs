@@ -1,5 +1,6 @@
 //! Facts about a node: versions, limits, memory, ports and GPUs.
 use super::gpus::{self, Gpu};
+use crate::numa;
 use candle_ddp_env::PROCESS;
 use rustix::process::{Resource, getrlimit};
 use serde::{Deserialize, Serialize};
@@ -44,7 +45,7 @@ impl Facts {
             ddprun: env!("CARGO_PKG_VERSION").to_string(),
             kernel: uname.release().to_string_lossy().into_owned(),
             cpu: cpu(&read("/proc/cpuinfo")),
-            cores: super::compute::allowed().len(),
+            cores: numa::allowed().unwrap_or_default().len(),
             load: read("/proc/loadavg").split_whitespace().next().and_then(|load| load.parse().ok()),
             memory: memory(),
             shm: rustix::fs::statvfs("/dev/shm").ok().map(|stat| stat.f_bavail.saturating_mul(stat.f_frsize)),

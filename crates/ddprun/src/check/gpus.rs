@@ -4,12 +4,8 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// The fields that nvidia-smi prints, in the order of [`Gpu`].
-const QUERY: &str = "index,name,driver_version,memory.total,memory.used,temperature.gpu,\
-                     clocks_event_reasons.hw_slowdown,ecc.errors.uncorrected.volatile.total";
-/// The same, as drivers before R535 call it.
-const OLD_QUERY: &str = "index,name,driver_version,memory.total,memory.used,temperature.gpu,\
-                         clocks_throttle_reasons.hw_slowdown,ecc.errors.uncorrected.volatile.total";
+/// Why the hardware has lowered a clock, as nvidia-smi calls it, and as that of drivers before R535 does.
+const REASONS: [&str; 2] = ["clocks_event_reasons", "clocks_throttle_reasons"];
 /// How long it may take. Where a GPU hangs, it does as well.
 const PATIENCE: Duration = Duration::from_secs(10);
 
@@ -35,12 +31,16 @@ pub(super) fn list() -> Result<Vec<Gpu>, String> {
     if !Path::new("/proc/driver/nvidia").exists() {
         return Ok(Vec::new());
     }
-    ask(QUERY).or_else(|_| ask(OLD_QUERY))
+    let [new, old] = REASONS;
+    ask(new).or_else(|_| ask(old))
 }
 
-fn ask(query: &str) -> Result<Vec<Gpu>, String> {
+/// The fields are those of [`Gpu`], in this order.
+fn ask(reasons: &str) -> Result<Vec<Gpu>, String> {
+    let fields = "index,name,driver_version,memory.total,memory.used,temperature.gpu";
+    let query = format!("--query-gpu={fields},{reasons}.hw_slowdown,ecc.errors.uncorrected.volatile.total");
     let mut command = Command::new("nvidia-smi");
-    command.args([&format!("--query-gpu={query}"), "--format=csv,noheader,nounits"]);
+    command.args([&query, "--format=csv,noheader,nounits"]);
     let started = command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null()).spawn();
     let mut child = started.map_err(|error| format!("nvidia-smi cannot be started: {error}"))?;
     let begun = Instant::now();

@@ -9,6 +9,7 @@ use super::table;
 use crate::command::check::Manner;
 use crate::console::{Console, Target, message};
 use crate::error::Result;
+use crate::numa;
 use crate::tail::plain;
 use candle_ddp_base::file::{PreparedFile, Progress};
 use candle_ddp_base::host::{host_identity, host_name};
@@ -89,7 +90,7 @@ fn measure(group: &Group, effort: Effort, is_joint: bool) -> Result<Measured> {
 /// The GFLOP/s of this rank's cores, and the GB/s of its copies of memory.
 fn processors(group: &Group, host_id: &str, effort: Effort) -> Result<(compute::Products, f64)> {
     // Ranks of one host that may use the same processors share them.
-    let cpus = compute::allowed();
+    let cpus: Vec<usize> = numa::allowed().unwrap_or_default().into_iter().collect();
     let place = (host_id.to_string(), format!("{cpus:?}"));
     let places = group.all_gather("place", &place)?;
     let sharers = |ranks: &[(String, String)]| ranks.iter().filter(|other| **other == place).count();
