@@ -32,7 +32,7 @@ use clap::{CommandFactory, Parser};
 use command::cli::Cli;
 use command::mode::Mode;
 use console::{Console, message};
-use error::{Error, Result, USAGE};
+use error::{Error, USAGE};
 use std::process::ExitCode;
 use supervise::{End, UNREAD, describe};
 
@@ -41,23 +41,18 @@ pub fn main() -> ExitCode {
     if let Err(error) = child::unblock_signals() {
         message(format_args!("cannot unblock signals: {error}"));
     }
-    match parse() {
+    match Cli::try_parse() {
         Ok(cli) => run(cli),
-        Err(code) => code,
-    }
-}
-
-/// Parses the command line of this process. On `Err`, it has shown help or an error; the value is the exit code.
-fn parse() -> Result<Cli, ExitCode> {
-    Cli::try_parse().map_err(|error| {
-        // The text is lost if the stream has no reader.
-        let _ = error.print();
-        if error.use_stderr() {
-            list_variables();
-            Console::get().finish(UNREAD, || false);
+        Err(error) => {
+            // The text is lost if the stream has no reader.
+            let _ = error.print();
+            if error.use_stderr() {
+                list_variables();
+                Console::get().finish(UNREAD, || false);
+            }
+            ExitCode::from(u8::try_from(error.exit_code()).unwrap_or(USAGE))
         }
-        ExitCode::from(u8::try_from(error.exit_code()).unwrap_or(USAGE))
-    })
+    }
 }
 
 /// Executes `cli` and reports errors to the user. Returns when all workers have ended.

@@ -315,22 +315,17 @@ fn program(cli: Cli) -> Result<(Program, Vec<OsString>)> {
     let Cli { example, bin, bench, package, features, profile, debug, command, .. } = cli;
     let profile = if debug { Some("dev".into()) } else { profile };
     let named = [("example", example), ("bin", bin), ("bench", bench)];
-    let target = match named.into_iter().find_map(|(kind, name)| Some((kind, name?))) {
-        Some((kind, name)) => CargoTarget { name, kind, package, features, profile },
-        None => {
-            if package.is_some() || !features.is_empty() || profile.is_some() {
-                let reason = "configure a cargo build, but there is nothing to build: add --example NAME or --bin NAME";
-                return Err(Error::usage("--package, --features, --profile and --debug", reason));
-            }
-            let mut command = command.into_iter();
-            let program = command.next().filter(|program| !program.is_empty());
-            let program = program.ok_or_else(|| {
-                Error::usage("PROGRAM", "is missing: give a program to run, or use --example NAME or --bin NAME")
-            })?;
-            return Ok((Program::Path(program), command.collect()));
-        }
-    };
-    Ok((Program::Cargo(target), command))
+    if let Some((kind, name)) = named.into_iter().find_map(|(kind, name)| Some((kind, name?))) {
+        return Ok((Program::Cargo(CargoTarget { name, kind, package, features, profile }), command));
+    }
+    if package.is_some() || !features.is_empty() || profile.is_some() {
+        let reason = "configure a cargo build, but there is nothing to build: add --example NAME or --bin NAME";
+        return Err(Error::usage("--package, --features, --profile and --debug", reason));
+    }
+    let mut command = command.into_iter();
+    let program = command.next().filter(|program| !program.is_empty());
+    let missing = || Error::usage("PROGRAM", "is missing: give a program to run, or use --example NAME or --bin NAME");
+    Ok((Program::Path(program.ok_or_else(missing)?), command.collect()))
 }
 
 #[cfg(test)]

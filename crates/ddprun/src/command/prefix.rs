@@ -8,14 +8,7 @@ pub(crate) const DEFAULT: &str = "[${role_name}${local_rank}]:";
 
 /// Text with `${name}` or `$name` in it, and `$$` for `$`, as in Python's `string.Template`.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Template(Vec<Part>);
-
-#[derive(Debug, Clone, PartialEq, Eq)]
-enum Part {
-    Text(String),
-    /// One of [`NAMES`].
-    Name(usize),
-}
+pub(crate) struct Template(String);
 
 type Value = fn(&Source<'_>) -> String;
 
@@ -30,6 +23,7 @@ const NAMES: [(&str, Value); 6] = [
 ];
 
 /// Whose lines they are.
+#[derive(Default)]
 pub(crate) struct Source<'a> {
     pub(crate) role_name: &'a str,
     pub(crate) local_rank: usize,
@@ -42,41 +36,42 @@ pub(crate) struct Source<'a> {
 impl FromStr for Template {
     type Err = String;
 
-    fn from_str(mut text: &str) -> Result<Self, String> {
-        let mut parts = Vec::new();
-        while let Some((before, rest)) = text.split_once('$') {
-            parts.push(Part::Text(before.to_string()));
-            if let Some(rest) = rest.strip_prefix('$') {
-                parts.push(Part::Text("$".to_string()));
-                text = rest;
-                continue;
-            }
-            let end = rest.find(|c: char| !c.is_ascii_alphanumeric() && c != '_').unwrap_or(rest.len());
-            let (name, after) = match rest.strip_prefix('{') {
-                Some(rest) => rest.split_once('}').ok_or("${ has no }")?,
-                None => rest.split_at(end),
-            };
-            let known = NAMES.iter().position(|(known, _)| *known == name).ok_or_else(|| {
-                let names: Vec<String> = NAMES.iter().map(|(name, _)| format!("${{{name}}}")).collect();
-                format!("${{{name}}} is unknown: use {}, or $$ for $", names.join(", "))
-            })?;
-            parts.push(Part::Name(known));
-            text = after;
-        }
-        parts.push(Part::Text(text.to_string()));
-        Ok(Self(parts))
+    fn from_str(text: &str) -> Result<Self, String> {
+        filled(text, &Source::default()).map(|_| Self(text.to_string()))
     }
 }
 
 impl Template {
     /// The prefix of the lines of `source`.
     pub(crate) fn of(&self, source: &Source<'_>) -> String {
-        let part = |part: &Part| match part {
-            Part::Text(text) => text.clone(),
-            Part::Name(index) => NAMES.get(*index).map(|(_, value)| value(source)).unwrap_or_default(),
-        };
-        self.0.iter().map(part).collect()
+        // A template that cannot be filled has been refused.
+        filled(&self.0, source).unwrap_or_default()
     }
+}
+
+/// The template with its names replaced; `Err` says which name is unknown.
+fn filled(mut template: &str, source: &Source<'_>) -> Result<String, String> {
+    let mut text = String::new();
+    while let Some((before, rest)) = template.split_once('$') {
+        text += before;
+        if let Some(rest) = rest.strip_prefix('$') {
+            text.push('$');
+            template = rest;
+            continue;
+        }
+        let end = rest.find(|c: char| !c.is_ascii_alphanumeric() && c != '_').unwrap_or(rest.len());
+        let (name, after) = match rest.strip_prefix('{') {
+            Some(rest) => rest.split_once('}').ok_or("${ has no }")?,
+            None => rest.split_at(end),
+        };
+        let (_, value) = NAMES.iter().find(|(known, _)| *known == name).ok_or_else(|| {
+            let names: Vec<String> = NAMES.iter().map(|(name, _)| format!("${{{name}}}")).collect();
+            format!("${{{name}}} is unknown: use {}, or $$ for $", names.join(", "))
+        })?;
+        text += &value(source);
+        template = after;
+    }
+    Ok(text + template)
 }
 
 #[cfg(test)]
