@@ -5,7 +5,6 @@
 //! measures, all learn what the others have measured, and rank 0 shows it.
 mod compute;
 mod facts;
-mod fitness;
 mod gpus;
 mod group;
 mod launch;
@@ -17,6 +16,5 @@ mod table;
 mod tests;
 mod worker;
 
-pub(crate) use fitness::{Fitness, of_this_machine};
-pub(crate) use launch::{cli, code, joint};
+pub(crate) use launch::{Fitness, cli, code, joint, of_this_machine};
 pub(crate) use worker::work;

@@ -1,6 +1,5 @@
 //! The command line: what it says ([`cli`]), and its meaning ([`config`]).
 pub(crate) mod cargo;
-pub(crate) mod check;
 pub(crate) mod cli;
 pub(crate) mod config;
 pub(crate) mod hosts;

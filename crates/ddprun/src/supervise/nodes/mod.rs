@@ -25,7 +25,6 @@ mod message;
 mod newcomers;
 mod reports;
 mod run;
-mod status;
 #[cfg(test)]
 mod tests;
 

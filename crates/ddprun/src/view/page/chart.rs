@@ -1,6 +1,5 @@
 //! Curves as SVG.
-use super::html::{escape, legend, number};
-use super::palette::{GRID, INK, curve, styled};
+use super::html::{GRID, INK, curve, escape, legend, number, styled};
 use plotters::coord::Shift;
 use plotters::element::Circle;
 use plotters::prelude::{ChartBuilder, DrawingArea, IntoDrawingArea, LineSeries, SVGBackend};

@@ -1,5 +1,5 @@
-//! The page around the charts, and the texts in it.
-use super::palette::{CURVES, variable};
+//! The page around the charts, the texts in it, and its colours.
+use plotters::style::RGBColor;
 use std::path::Path;
 
 /// Text between tags, or in an attribute.
@@ -86,6 +86,35 @@ pub(super) fn document(folder: &Path, body: &str, notes: &[String]) -> String {
          <body><h1>Run <code>{title}</code></h1>\n{body}{notes}<footer>ddprun {}</footer></body></html>\n",
         env!("CARGO_PKG_VERSION")
     )
+}
+
+// plotters writes the colours of charts as numbers; the page replaces these by its own colours, which differ in the dark.
+
+/// Texts and axes.
+pub(super) const INK: RGBColor = RGBColor(1, 2, 254);
+/// The lines of the grid.
+pub(super) const GRID: RGBColor = RGBColor(1, 2, 253);
+/// How many colours curves have.
+pub(super) const CURVES: usize = 8;
+
+/// The colour of curve `index`.
+pub(super) fn curve(index: usize) -> RGBColor {
+    RGBColor(1, 3, (index % CURVES) as u8)
+}
+
+/// The name of a curve's colour in the page's style.
+pub(super) fn variable(index: usize) -> String {
+    format!("var(--curve-{})", index % CURVES)
+}
+
+/// The SVG with the page's colours.
+pub(super) fn styled(svg: &str) -> String {
+    let hex = |RGBColor(r, g, b)| format!("\"#{r:02X}{g:02X}{b:02X}\"");
+    let mut svg = svg.replace(&hex(INK), "\"var(--ink)\"").replace(&hex(GRID), "\"var(--grid)\"");
+    for index in 0..CURVES {
+        svg = svg.replace(&hex(curve(index)), &format!("\"{}\"", variable(index)));
+    }
+    svg
 }
 
 // Ink, paper, grid, muted text, and the curves: Okabe and Ito's colours, which differ for the colour-blind as well.

@@ -6,7 +6,6 @@ mod chart;
 mod find;
 mod html;
 mod metrics;
-mod palette;
 mod ranks;
 mod series;
 #[cfg(test)]
