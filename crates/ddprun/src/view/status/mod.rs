@@ -56,6 +56,7 @@ mod tests {
     use super::*;
     use crate::verdict::{How, Verdict};
     use candle_ddp_rendezvous::{RankStatus, milliseconds};
+    use candle_ddp_testing::assert_error;
     use std::time::UNIX_EPOCH;
 
     /// When the [snapshot](snapshot()) was taken.
@@ -63,11 +64,14 @@ mod tests {
         UNIX_EPOCH + Duration::from_secs(951_827_696)
     }
 
-    /// A run of three ranks, of which the last has not reported.
-    pub(crate) fn snapshot() -> Snapshot {
-        let node = |host: &str, node_rank, is_alive| NodeStatus { host: host.to_string(), node_rank, is_alive };
+    pub(crate) fn node(host: &str, node_rank: Option<usize>, is_alive: bool) -> NodeStatus {
+        NodeStatus { host: host.to_string(), node_rank, is_alive }
+    }
+
+    /// The report of a rank.
+    pub(crate) fn told() -> RankStatus {
         let metrics = [("loss", "0.5"), ("a \"b\"\\", "NaN")];
-        let told = RankStatus {
+        RankStatus {
             host: "node0".to_string(),
             pid: 4711,
             generation: Some(2),
@@ -78,7 +82,12 @@ mod tests {
             waited: Some(5.),
             waiting: Some(0.25),
             metrics: metrics.map(|(name, value)| (name.to_string(), value.to_string())).into(),
-        };
+        }
+    }
+
+    /// A run of three ranks, of which the last has not reported.
+    pub(crate) fn snapshot() -> Snapshot {
+        let told = told();
         let fresh = RankStatus { host: told.host.clone(), pid: told.pid, ..RankStatus::default() };
         let (at, host) = (milliseconds(now()), Some("node0".to_string()));
         let failure = Verdict::now(How::Signal, 137, "rank 1 was killed by SIGKILL");
@@ -97,8 +106,7 @@ mod tests {
         assert_eq!(parse("node0:29400").unwrap(), ("node0".to_string(), 29400));
         assert_eq!(parse("[::1]:29400").unwrap(), ("::1".to_string(), 29400));
         for wrong in ["", "node0", "node0:", ":1", "node0:1?rank=0", "node0:x"] {
-            let error = parse(wrong).unwrap_err().to_string();
-            assert!(error.starts_with("status: ") && error.contains("HOST:PORT"), "{wrong}: {error}");
+            assert_error(parse(wrong), &["status: ", "HOST:PORT"]);
         }
     }
 }

@@ -105,14 +105,14 @@ mod tests {
     use super::*;
     use crate::command::layout::Layout;
     use crate::verdict::{How, Verdict};
-    use crate::view::status::document::NodeStatus;
+    use crate::view::status::tests::{node, told};
     use candle_ddp_rendezvous::json::encode;
     use candle_ddp_rendezvous::{HashStore, Member};
+    use candle_ddp_testing::assert_error;
     use std::time::Duration;
 
     fn run() -> RunStatus {
-        let node = |host: &str, node_rank| NodeStatus { host: host.to_string(), node_rank, is_alive: true };
-        let nodes = vec![node("a", Some(0)), node("b", Some(1)), node("c", None)];
+        let nodes = vec![node("a", Some(0), true), node("b", Some(1), true), node("c", None, true)];
         let mut layout = Layout::even(1, 1);
         layout.push(3);
         RunStatus { attempt: 2, restarts: 2, layout, nodes, ..RunStatus::for_tests() }
@@ -122,26 +122,13 @@ mod tests {
     fn the_ranks_are_those_of_the_newest_generation() {
         let store: Arc<dyn Store> = Arc::new(HashStore::new(Duration::from_secs(120)));
         let snapshot = || read(Arc::clone(&store), "a:1".to_string());
-        let error = snapshot().err().unwrap().to_string();
-        assert!(error.contains("a:1") && error.contains("CANDLE_DDP_SECRET"), "{error}");
+        assert_error(snapshot(), &["a:1", "CANDLE_DDP_SECRET"]);
         store.set(RUN_STATUS, &encode(&run())).unwrap();
-        let told = RankStatus {
-            host: "b".to_string(),
-            pid: 5,
-            generation: Some(1),
-            steps: 9,
-            steps_per_second: Some(0.1),
-            last_step: Some(1),
-            trained: 90.,
-            waited: Some(1.5),
-            waiting: None,
-            metrics: [("loss".to_string(), "NaN".to_string())].into(),
-        };
-        store.set(&rank_status_key(3), &encode(&told)).unwrap();
+        store.set(&rank_status_key(3), &encode(&told())).unwrap();
         let ranks = |snapshot: &Snapshot| snapshot.ranks.iter().map(|(rank, _)| *rank).collect::<Vec<_>>();
         let plain = snapshot().unwrap();
         assert_eq!((plain.generation, ranks(&plain), &plain.ranks[2].1), (None, vec![0, 1, 2, 3], &None));
-        assert_eq!(plain.ranks[3].1, Some(told.clone()));
+        assert_eq!(plain.ranks[3].1, Some(told()));
         assert_eq!([0, 1, 3, 4].map(|rank| plain.host(rank, None)), [Some("a"), Some("b"), Some("b"), None]);
         let log = Generations::new(Generations::agent_prefix(2), Arc::clone(&store));
         log.announce(1).unwrap();
@@ -151,7 +138,7 @@ mod tests {
         log.decide(1, &Decision::Members(left)).unwrap();
         log.decide(2, &Decision::Done).unwrap();
         let elastic = snapshot().unwrap();
-        assert_eq!((elastic.generation, ranks(&elastic), &elastic.ranks[1].1), (Some(1), vec![0, 3], &Some(told)));
+        assert_eq!((elastic.generation, ranks(&elastic), &elastic.ranks[1].1), (Some(1), vec![0, 3], &Some(told())));
     }
 
     #[test]
@@ -163,8 +150,7 @@ mod tests {
         for number in 0..GENERATIONS + 2 {
             log.decide(number, &Decision::Members(Vec::new())).unwrap();
         }
-        let error = read(store, "a:1".to_string()).err().unwrap().to_string();
-        assert!(error.contains("a:1") && error.contains("more than 65536 generations"), "{error}");
+        assert_error(read(store, "a:1".to_string()), &["a:1", "more than 65536 generations"]);
     }
 
     #[test]
@@ -175,16 +161,14 @@ mod tests {
             read(Arc::clone(&store), "a:1".to_string())
         };
         for workers in [usize::MAX, usize::MAX / 3, 1_000_000_000_000, MOST_RANKS] {
-            let error = status(&RunStatus { layout: Layout::even(3, workers), ..run() }).err().unwrap().to_string();
-            assert!(error.contains("a:1") && error.contains("at most 1048576 ranks"), "{error}");
+            let many = RunStatus { layout: Layout::even(3, workers), ..run() };
+            assert_error(status(&many), &["a:1", "at most 1048576 ranks"]);
         }
-        let far = NodeStatus { host: "a".to_string(), node_rank: Some(usize::MAX), is_alive: true };
-        let error = status(&RunStatus { nodes: vec![far], ..run() }).err().unwrap().to_string();
-        assert!(error.contains("numbered from 0"), "{error}");
-        let one = vec![NodeStatus { host: "a".to_string(), node_rank: Some(0), is_alive: true }];
+        let far = RunStatus { nodes: vec![node("a", Some(usize::MAX), true)], ..run() };
+        assert_error(status(&far), &["numbered from 0"]);
+        let nodes = vec![node("a", Some(0), true)];
         let last_failure = Some(Verdict { at: u64::MAX, ..Verdict::now(How::Lost, 1, "it failed") });
-        let many =
-            status(&RunStatus { layout: Layout::even(1, 1_000_000), nodes: one, last_failure, ..run() }).unwrap();
+        let many = status(&RunStatus { layout: Layout::even(1, 1_000_000), nodes, last_failure, ..run() }).unwrap();
         assert_eq!((many.ranks.len(), many.unlisted), (LISTED, 1_000_000 - LISTED));
         let text = crate::view::status::table::text(&many, std::time::SystemTime::now());
         assert!(text.contains("and 983616 more ranks") && text.contains("it failed"), "{}", text.len());
