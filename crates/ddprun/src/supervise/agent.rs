@@ -16,19 +16,6 @@ use candle_ddp_rendezvous::{Store, TcpStoreServer};
 use std::sync::Arc;
 use std::time::Duration;
 
-/// The consequence of a worker's end.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Reaction {
-    /// It has done its work, or the others continue without it, or with the process that has taken its place.
-    Continue,
-    /// All workers are ended, and then restarted.
-    RestartAll,
-    /// The coordinator of all nodes has the report, and decides.
-    Reported,
-    /// The run has failed.
-    Fail,
-}
-
 /// Starts workers, and decides what follows when one ends.
 pub(crate) struct Agent<'a> {
     pub(crate) starter: Starter<'a>,
@@ -253,34 +240,34 @@ impl<'a> Agent<'a> {
     }
 
     /// Decides what follows the end of `worker`, while no other has failed, or while a signal ends the run. If a new process takes its
-    /// place, that is `worker` afterwards.
-    pub(crate) fn on_exit(&mut self, worker: &mut Worker) -> Reaction {
-        let Some(ended) = worker.ended else { return Reaction::Continue };
+    /// place, that is `worker` afterwards. `None`: the coordinator of all nodes has the report, and decides.
+    pub(crate) fn on_exit(&mut self, worker: &mut Worker) -> Option<Consequence> {
+        let ended = worker.ended?;
         let failed = ended.how != Exit::Code(0);
         if let Some(link) = &self.link {
             link.tell(Message::Exited(Exited { rank: worker.rank, exit: ended.how }));
-            return if failed { Reaction::Reported } else { Reaction::Continue };
+            return None;
         }
         let alone = || self.judge.examine(std::slice::from_ref(worker), None, &self.starter.topology).on_one();
         let alone = if failed { alone() } else { None };
-        let reaction = self.react(worker, ended.how).unwrap_or_else(|error| {
+        let consequence = self.react(worker, ended.how).unwrap_or_else(|error| {
             message(format_args!("rank {} {} and cannot be replaced: {error}", worker.rank, ended.how));
-            if failed { Reaction::Fail } else { Reaction::Continue }
+            if failed { Consequence::Fail } else { Consequence::Continue }
         });
         if failed {
-            self.phase = match reaction {
-                Reaction::RestartAll => Phase::Restarting,
-                Reaction::Fail => Phase::Ending,
+            self.phase = match consequence {
+                Consequence::RestartAll => Phase::Restarting,
+                Consequence::Fail => Phase::Ending,
                 _ if self.restarts.stopped_by.is_some() => Phase::Ending,
                 _ => Phase::Running,
             };
             // Otherwise the failure is judged when all workers have ended.
-            if let Some(verdict) = alone.filter(|_| reaction == Reaction::Continue) {
+            if let Some(verdict) = alone.filter(|_| !matches!(consequence, Consequence::RestartAll | Consequence::Fail)) {
                 self.survive(verdict);
             }
             self.tell_status();
         }
-        reaction
+        Some(consequence)
     }
 
     /// The status of a run on this machine alone.
@@ -308,7 +295,7 @@ impl<'a> Agent<'a> {
         }
     }
 
-    fn react(&mut self, worker: &mut Worker, exit: Exit) -> Result<Reaction> {
+    fn react(&mut self, worker: &mut Worker, exit: Exit) -> Result<Consequence> {
         let rank = worker.rank;
         // Without this connection, the workers cannot have connected either.
         let min_world_size = self.elastic().unwrap_or_else(|error| {
@@ -318,32 +305,27 @@ impl<'a> Agent<'a> {
         let elastic = self.members.as_mut().zip(min_world_size);
         let (exited, what) = (Exited { rank, exit }, format!("rank {rank} {exit}"));
         let (consequence, reason) = consequence::on_exit(elastic, exited, &what, &mut self.restarts)?;
-        Ok(match consequence {
-            Consequence::Continue | Consequence::EndRanks => Reaction::Continue,
-            Consequence::Fail => Reaction::Fail,
-            Consequence::RestartAll => {
-                message(reason);
-                self.restart_count = self.restarts.used;
-                Reaction::RestartAll
-            }
+        match consequence {
+            Consequence::Continue | Consequence::EndRanks | Consequence::Fail => {}
             Consequence::ScaleDown => {
                 if !self.restarts.have_asked_for(exit) {
                     message(reason);
                 }
                 worker.given_up = true;
-                Reaction::Continue
             }
-            Consequence::Replace => {
+            Consequence::RestartAll | Consequence::Replace => {
                 message(reason);
                 self.restart_count = self.restarts.used;
-                let incarnation = self.members.as_ref().map_or(0, |members| members.incarnation(rank));
-                *worker = self.start(worker.local_rank, incarnation).inspect_err(|error| {
-                    let reason = format!("its process {exit} and cannot be restarted: {error}");
-                    // The workers are ended in any case.
-                    let _ = self.members.as_ref().map(|members| members.fail(rank, reason));
-                })?;
-                Reaction::Continue
             }
-        })
+        }
+        if consequence == Consequence::Replace {
+            let incarnation = self.members.as_ref().map_or(0, |members| members.incarnation(rank));
+            *worker = self.start(worker.local_rank, incarnation).inspect_err(|error| {
+                let reason = format!("its process {exit} and cannot be restarted: {error}");
+                // The workers are ended in any case.
+                let _ = self.members.as_ref().map(|members| members.fail(rank, reason));
+            })?;
+        }
+        Ok(consequence)
     }
 }

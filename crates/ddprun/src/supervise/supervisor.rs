@@ -1,7 +1,8 @@
 //! Supervising the workers: the first failure ends them all, signals are forwarded, and no process is left behind.
 mod news;
 
-use super::agent::{Agent, Reaction};
+use super::agent::Agent;
+use super::consequence::Consequence;
 use super::descendants::{Descendants, Process};
 use super::events::{Event, Events};
 use super::nodes::Message;
@@ -388,23 +389,20 @@ impl Supervisor {
             let is_stopping = self.is_stopping();
             let is_judged = self.phase == Phase::Running || is_stopping;
             let Some(worker) = self.workers.get_mut(index).filter(|_| is_judged) else { continue };
+            let has_failed = !worker.has_succeeded();
             match agent.on_exit(worker) {
                 // The others end anyway: the ranks of an elastic run without this one, or with an error.
                 _ if is_stopping => {}
-                Reaction::Continue => {}
-                Reaction::RestartAll => {
+                None if has_failed && self.outcome == Outcome::Success => self.outcome = Outcome::Failure(index),
+                Some(Consequence::RestartAll) => {
                     (self.outcome, self.restarting) = (Outcome::Failure(index), true);
                     self.end(Signal::TERM);
                 }
-                Reaction::Reported => {
-                    if self.outcome == Outcome::Success {
-                        self.outcome = Outcome::Failure(index);
-                    }
-                }
-                Reaction::Fail => {
+                Some(Consequence::Fail) => {
                     self.outcome = Outcome::Failure(index);
                     self.phase = Phase::Settling(Instant::now() + SETTLE);
                 }
+                _ => {}
             }
         }
     }
