@@ -27,7 +27,7 @@ pub(crate) fn serve(options: HostStore) -> Result<u8> {
     (cli.options.max_restarts, cli.options.no_secret) = (max_restarts, no_secret);
     (cli.options.metrics_port, cli.options.metrics_addr) = (metrics_port, metrics_addr);
     let config = Config::resolve(cli, &Host::detect())?;
-    let Some(Rendezvous { terms, pace, is_static: false }) = &config.rendezvous else {
+    let Some(rendezvous @ Rendezvous { is_static: false, .. }) = &config.rendezvous else {
         let reason =
             "needs --rdzv-backend c10d, --rdzv-endpoint with an address of this machine, and the --nnodes of the run";
         return Err(Error::usage("host-store", reason));
@@ -51,7 +51,7 @@ pub(crate) fn serve(options: HostStore) -> Result<u8> {
     let watch = Watch::start(&config, Some(source), in_folder(RECORD))?;
     let verdicts = Verdicts::new(in_folder(VERDICT), &config.run_id);
     let signals = Some(note_signals(&config.options.signals_to_handle)?);
-    let coordinator = Coordinator::start(&server, secret, terms.clone(), pace.clone(), false, verdicts, signals)?;
+    let coordinator = Coordinator::start(&server, secret, rendezvous.clone(), verdicts, signals)?;
     message(format_args!(
         "this machine hosts the store of run {} at port {port}, and starts no workers",
         config.run_id

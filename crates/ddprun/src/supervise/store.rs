@@ -112,13 +112,13 @@ pub(crate) fn link(
     (port, fitness): (u16, Result<Option<Fitness>>),
     events: &Events,
 ) -> Result<Option<Link>> {
-    let Some(Rendezvous { terms, pace, is_static }) = &config.rendezvous else { return Ok(None) };
+    let Some(rendezvous) = &config.rendezvous else { return Ok(None) };
     let secret = config.secret.get().cloned();
     // The agents keep the verdicts themselves.
-    let verdicts = || Verdicts::new(None, &config.run_id);
-    let start =
-        |server| Coordinator::start(server, secret.clone(), terms.clone(), pace.clone(), *is_static, verdicts(), None);
+    let verdicts = Verdicts::new(None, &config.run_id);
+    let start = |server| Coordinator::start(server, secret.clone(), rendezvous.clone(), verdicts, None);
     let coordinator = server.map(start).transpose()?;
+    let Rendezvous { terms, mut pace, is_static } = rendezvous.clone();
     let node_rank = is_static.then_some(config.topology.node_rank);
     let (fitness, unfit) = match fitness {
         Ok(fitness) => (fitness, None),
@@ -127,8 +127,7 @@ pub(crate) fn link(
     };
     let is_unfit = unfit.is_some();
     let (host, workers) = (host_name(), config.topology.local_world_size());
-    let node = Node { host, node_rank, hosts: server.is_some(), terms: terms.clone(), workers, fitness, unfit };
-    let mut pace = pace.clone();
+    let node = Node { host, node_rank, hosts: server.is_some(), terms, workers, fitness, unfit };
     if is_unfit {
         // If nobody hosts the store by then, there may be no others.
         pace.join_timeout = pace.join_timeout.min(UNFIT);

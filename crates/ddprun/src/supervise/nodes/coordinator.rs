@@ -2,7 +2,8 @@
 use super::message::{Entry, Message, Slot, Welcome};
 use super::run::{Action, Run};
 use super::{INBOX, PREFIX, VERDICT, beat_key, decode, encode, entry_key, node_rank_key, welcome_key};
-use crate::command::terms::{Pace, Terms, version};
+use crate::command::config::Rendezvous;
+use crate::command::terms::{Pace, version};
 use crate::console::message;
 use crate::error::Result;
 use crate::signal;
@@ -46,16 +47,14 @@ impl Coordinator {
     pub(crate) fn start(
         server: &TcpStoreServer,
         secret: Option<Secret>,
-        terms: Terms,
-        pace: Pace,
-        is_static: bool,
+        rendezvous: Rendezvous,
         verdicts: Verdicts,
         alone: Option<Arc<AtomicUsize>>,
     ) -> Result<Self> {
         let options = TcpStoreOptions { timeout: TIMEOUT, secret };
         let store = Arc::new(TcpStore::connect_with(&server.own_host(), server.port(), options)?);
         let keys = PrefixStore::new(PREFIX, Arc::clone(&store) as Arc<dyn Store>);
-        let run = Run::new(terms, pace.clone(), is_static, Arc::clone(&store) as Arc<dyn Store>);
+        let run = Run::new(rendezvous, Arc::clone(&store) as Arc<dyn Store>);
         let awaits_news = Arc::new(AtomicBool::new(false));
         let desk = Desk {
             store,
@@ -70,7 +69,7 @@ impl Coordinator {
             verdicts,
             awaits_news: Arc::clone(&awaits_news),
         };
-        let work = move || serve(desk, run, &pace, alone.as_deref());
+        let work = move || serve(desk, run, alone.as_deref());
         Ok(Self { thread: thread::spawn("ddprun-coordinator", work)?, awaits_news })
     }
 
@@ -97,8 +96,9 @@ impl Coordinator {
     }
 }
 
-fn serve(mut desk: Desk, mut run: Run, pace: &Pace, alone: Option<&AtomicUsize>) -> (u8, String) {
-    let mut tick = Instant::now() + pace.keep_alive_interval;
+fn serve(mut desk: Desk, mut run: Run, alone: Option<&AtomicUsize>) -> (u8, String) {
+    let Pace { keep_alive_interval, keep_alive_max_attempt, .. } = run.pace;
+    let mut tick = Instant::now() + keep_alive_interval;
     run.has_host = alone.is_some();
     while !run.is_over() {
         let number = alone.map_or(0, |signal| signal.load(Ordering::Relaxed));
@@ -110,8 +110,8 @@ fn serve(mut desk: Desk, mut run: Run, pace: &Pace, alone: Option<&AtomicUsize>)
         }
         let now = Instant::now();
         let worked = if now >= tick {
-            tick = now + pace.keep_alive_interval;
-            desk.hear_beats(&mut run, pace.keep_alive_max_attempt)
+            tick = now + keep_alive_interval;
+            desk.hear_beats(&mut run, keep_alive_max_attempt)
         } else {
             desk.hear_messages(&mut run, tick.min(desk.tell_at).saturating_duration_since(now))
         };

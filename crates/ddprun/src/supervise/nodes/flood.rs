@@ -1,6 +1,7 @@
 //! A store without a secret, to which anybody may write.
 use super::tests::{node, terms};
 use super::{Address, Coordinator, Entry, INBOX, Link, News, PREFIX};
+use crate::command::config::Rendezvous;
 use crate::command::terms::Pace;
 use crate::verdict::Verdicts;
 use candle_ddp_rendezvous::{Listening, TcpStore, host_store};
@@ -18,8 +19,8 @@ fn a_flood_of_messages_stops_no_time_out() {
     let (port, inbox) = (server.port(), format!("{PREFIX}/{INBOX}"));
     let terms = terms(2, 2, 0);
     let pace = Pace { join_timeout: Duration::from_secs(3), keep_alive_max_attempt: 1000, ..Pace::default() };
-    let coordinator =
-        Coordinator::start(&server, None, terms.clone(), pace.clone(), true, Verdicts::new(None, ""), None).unwrap();
+    let rendezvous = Rendezvous { terms: terms.clone(), pace: pace.clone(), is_static: true };
+    let coordinator = Coordinator::start(&server, None, rendezvous, Verdicts::new(None, ""), None).unwrap();
     let (tell, news) = channel();
     let address = Address { host: "127.0.0.1".into(), port, secret: None };
     let tell = move |piece| tell.send(piece).unwrap_or_default();

@@ -26,9 +26,7 @@ pub(crate) enum News {
         is_spare: bool,
     },
     Entry(Entry),
-    /// This node cannot take part.
-    Refused(String),
-    /// The store cannot be reached any more.
+    /// This node cannot take part, or the store cannot be reached any more.
     Lost(String),
 }
 
@@ -152,11 +150,11 @@ fn speak(
         Welcome::From { entry, is_spare, version } => {
             // An older ddprun does not look at this one's version.
             if let Some(difference) = (Terms { version, ..terms.clone() }).difference(&terms) {
-                return Err(News::Refused(difference.text("here")));
+                return Err(News::Lost(difference.text("here")));
             }
             (entry, is_spare)
         }
-        Welcome::Refused { reason } => return Err(News::Refused(reason)),
+        Welcome::Refused { reason } => return Err(News::Lost(reason)),
     };
     tell(News::Joined { slot, is_spare });
     let listener = PrefixStore::new(PREFIX, Arc::new(address.connect(pace.patience())?) as Arc<dyn Store>);

@@ -9,6 +9,7 @@
 //! program must be alone in its network namespace; processor time is that of all of them together.
 use super::tests::terms;
 use super::{Address, Coordinator, Entry, Link, Message, News};
+use crate::command::config::Rendezvous;
 use crate::command::terms::Pace;
 use crate::verdict::Verdicts;
 use candle_ddp_base::deadline::deadline_after;
@@ -87,10 +88,9 @@ fn run(nodes: usize, wait: Duration) -> String {
     let terms = terms(nodes, nodes, 0);
     let pace = Pace { join_timeout: TIMEOUT, ..Pace::default() };
     let before = Reading::now();
-    let coordinator =
-        Coordinator::start(&server, secret.clone(), terms.clone(), pace.clone(), true, Verdicts::new(None, ""), None)
-            .unwrap();
-    let mut coordinator = Some(coordinator);
+    let rendezvous = Rendezvous { terms: terms.clone(), pace: pace.clone(), is_static: true };
+    let coordinator = Coordinator::start(&server, secret.clone(), rendezvous, Verdicts::new(None, ""), None);
+    let mut coordinator = Some(coordinator.unwrap());
     std::thread::scope(|scope| {
         for node in 0..nodes {
             let address = Address { host: "127.0.0.1".into(), port, secret: secret.clone() };

@@ -4,6 +4,7 @@
 //! It has no clock: call `on_time` with the time after every event.
 use super::message::{Entry, Exited, Message, Node, Round, Slot};
 use super::reports::Reports;
+use crate::command::config::Rendezvous;
 use crate::command::layout::Layout;
 use crate::command::terms::{Pace, Terms};
 use crate::supervise::consequence::Restarts;
@@ -113,7 +114,7 @@ pub(super) struct Run {
 }
 
 impl Run {
-    pub(super) fn new(terms: Terms, pace: Pace, is_static: bool, store: Arc<dyn Store>) -> Self {
+    pub(super) fn new(Rendezvous { terms, pace, is_static }: Rendezvous, store: Arc<dyn Store>) -> Self {
         let restarts = Restarts::new(terms.max_restarts);
         Self {
             terms,

@@ -3,6 +3,7 @@
 use super::message::{Entry, Exited, Message, Node, Round, Slot};
 use super::reports::REPORTS;
 use super::run::{Action, Run};
+use crate::command::config::Rendezvous;
 use crate::command::layout::Layout;
 use crate::command::terms::{Pace, Terms, version};
 use crate::supervise::worker::Exit;
@@ -33,7 +34,7 @@ impl Fixture {
     pub(super) fn new(min_nodes: usize, max_nodes: usize, max_restarts: u32, is_static: bool) -> Self {
         let terms = terms(min_nodes, max_nodes, max_restarts);
         let store = Arc::new(HashStore::new(Duration::from_secs(1)));
-        let run = Run::new(terms, Pace::default(), is_static, store);
+        let run = Run::new(Rendezvous { terms, pace: Pace::default(), is_static }, store);
         Self { run, is_static, now: Instant::now(), survived: Vec::new() }
     }
 

@@ -76,7 +76,7 @@ impl Supervisor {
                 }
             }
             News::Entry(Entry::Refuse { slot, reason }) if !agent.is_own(slot) => message(reason),
-            News::Entry(Entry::Refuse { reason, .. }) | News::Refused(reason) | News::Lost(reason) => {
+            News::Entry(Entry::Refuse { reason, .. }) | News::Lost(reason) => {
                 self.fail_elsewhere(How::Lost, 1, reason, agent);
             }
             News::Entry(Entry::Done) => {
