@@ -177,41 +177,23 @@ fn dtype(name: &str) -> &'static str {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::ops::Range;
 
-    fn call(channel: ChannelKind, operation: &str, sequence: u64) -> CallRecord {
-        CallRecord {
-            channel,
-            sequence,
-            operation: operation.to_string(),
-            dtype: Some("bf16".to_string()),
-            count: 4,
-            reduction: None,
-            root: None,
-            peer: (channel != ChannelKind::Collectives).then_some(0),
-            label: None,
-            shape: None,
-            place: Some("C:/src/main.rs:7:3".to_string()),
-            state: CallState::Completed,
-            scheduled_ns: sequence,
-            started_ns: Some(sequence),
-            completed_ns: Some(sequence + 1_000_000),
-            waited_ns: None,
-        }
-    }
-
-    fn record(rank: usize, calls: Vec<CallRecord>) -> RankRecord {
-        let group = GroupRecord { name: "world/part".to_string(), ranks: vec![1, 3], failure: None, calls };
-        RankRecord {
-            version: 1,
-            rank,
-            world_size: 4,
-            host: "a".to_string(),
-            pid: 1,
-            reason: String::new(),
-            written_ns: 9,
-            started_ns: 1,
-            groups: vec![group],
-        }
+    /// The record of a rank whose group has made these calls.
+    fn record(rank: usize, channel: &str, operation: &str, sequences: Range<u64>) -> RankRecord {
+        let call = |sequence: u64| {
+            json!({
+                "channel": channel, "operation": operation, "sequence": sequence, "dtype": "bf16", "count": 4,
+                "peer": (channel != "collectives").then_some(0), "place": "C:/src/main.rs:7:3", "state": "completed",
+                "scheduled_ns": sequence, "started_ns": sequence, "completed_ns": sequence + 1_000_000,
+            })
+        };
+        let group = json!({ "name": "world/part", "ranks": [1, 3], "calls": sequences.map(call).collect::<Value>() });
+        let text = json!({
+            "version": 1, "rank": rank, "world_size": 4, "host": "a", "pid": 1, "reason": "", "written_ns": 9,
+            "groups": [group],
+        });
+        serde_json::from_value(text).unwrap()
     }
 
     fn written(records: &[&RankRecord]) -> Vec<Value> {
@@ -226,10 +208,8 @@ mod tests {
 
     #[test]
     fn calls_that_another_rank_has_forgotten_are_left_out() {
-        let gather = |sequences: std::ops::Range<u64>| {
-            sequences.map(|sequence| call(ChannelKind::Collectives, "all_gather", sequence)).collect()
-        };
-        let dumps = written(&[&record(1, gather(3..6)), &record(3, gather(4..8))]);
+        let gather = |rank, sequences| record(rank, "collectives", "all_gather", sequences);
+        let dumps = written(&[&gather(1, 3..6), &gather(3, 4..8)]);
         for (dump, numbers) in dumps.iter().zip([json!([4, 5]), json!([4, 5, 6, 7])]) {
             let entries = dump["entries"].as_array().unwrap();
             let of = |key: &str| Value::from_iter(entries.iter().map(|entry| entry[key].clone()));
@@ -245,7 +225,7 @@ mod tests {
 
     #[test]
     fn messages_are_calls_of_their_two_ranks() {
-        let dump = &written(&[&record(3, vec![call(ChannelKind::Recv, "recv", 1)])])[0];
+        let dump = &written(&[&record(3, "recv", "recv", 1..2)])[0];
         assert_eq!(dump["entries"][0]["profiling_name"], "c10d:recv 1<-0");
         let group = &dump["pg_config"]["world/part: messages from 1 to 3"];
         assert_eq!(group["ranks"], "[1, 3]");
