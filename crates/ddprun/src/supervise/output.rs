@@ -136,10 +136,9 @@ pub(crate) fn forward(incoming: Incoming, console: &Console) -> Remains {
     loop {
         receiver.try_iter().for_each(|source| insert(&mut sources, source));
         budget.resize(sources.len(), if closed { REST } else { usize::MAX });
-        let open: Vec<usize> = (0..).zip(&sources).filter(|(_, source)| source.fd.is_some()).map(|(i, _)| i).collect();
-        let mut fds: Vec<PollFd<'_>> =
-            sources.iter().filter_map(|source| source.fd.as_ref()).map(|fd| PollFd::new(fd, PollFlags::IN)).collect();
-        if open.is_empty() && closed {
+        let open = sources.iter().filter_map(|source| source.fd.as_ref());
+        let mut fds: Vec<PollFd<'_>> = open.map(|fd| PollFd::new(fd, PollFlags::IN)).collect();
+        if fds.is_empty() && closed {
             break;
         }
         if !closed {
@@ -157,14 +156,14 @@ pub(crate) fn forward(incoming: Incoming, console: &Console) -> Remains {
         }
         let ready: Vec<bool> = fds.iter().map(|fd| !fd.revents().is_empty()).collect();
         drop(fds);
-        for (&index, _) in open.iter().zip(&ready).filter(|(_, ready)| **ready) {
-            let (Some(source), Some(left)) = (sources.get_mut(index), budget.get_mut(index)) else { continue };
+        let open = sources.iter_mut().zip(&mut budget).enumerate().filter(|(_, (source, _))| source.fd.is_some());
+        for ((index, (source, left)), _) in open.zip(&ready).filter(|(_, ready)| **ready) {
             *left = left.saturating_sub(source.read(index, &mut buffer, console));
             if *left == 0 {
                 source.end(index, console);
             }
         }
-        if !closed && ready.get(open.len()) == Some(&true) {
+        if !closed && ready.last() == Some(&true) {
             closed = match rustix::io::read(&woken, &mut buffer) {
                 Ok(count) => count == 0,
                 Err(error) => error != Errno::INTR,

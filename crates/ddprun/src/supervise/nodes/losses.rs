@@ -10,38 +10,26 @@ impl Run {
             // It is ending already.
             return;
         }
-        let node = self.nodes.get(&slot).cloned();
-        self.let_go(slot, reason, signal);
-        if matches!(self.state, State::Signalled) {
-            // Until its goodbye, it reports the ends of its workers.
-            self.nodes.extend(node.map(|node| (slot, node)));
-        }
-    }
-
-    fn let_go(&mut self, slot: Slot, reason: &str, signal: Option<i32>) {
         let reason = format!("{} leaves: {reason}", self.name(slot));
-        let hosts = self.nodes.get(&slot).is_some_and(|node| node.hosts);
+        let Some(node) = self.nodes.remove(&slot) else { return };
         let has_finished = matches!(&self.state, State::Running { finished, .. } if finished.contains(&slot));
         // The run itself begins after the check.
         let has_finished = has_finished && self.check != Check::Running;
         match &self.state {
-            State::Running { .. } if has_finished && hosts => {
-                self.nodes.remove(&slot);
+            State::Running { .. } if has_finished && node.hosts => {
                 self.actions.push(Action::Write(Entry::Unattended { reason }));
                 self.state = State::Ending { reports: None };
             }
-            State::Running { .. } if has_finished => {
-                self.nodes.remove(&slot);
-            }
-            State::Meeting { .. } if self.is_static => {
-                self.nodes.remove(&slot);
-                self.fail(self.loss(slot, reason, signal), None);
-            }
-            State::Running { .. } | State::Stopping { .. } | State::Meeting { .. } if hosts => {
-                self.nodes.remove(&slot);
+            State::Running { .. } if has_finished => {}
+            State::Meeting { .. } if self.is_static => self.fail(self.loss(slot, reason, signal), None),
+            State::Running { .. } | State::Stopping { .. } | State::Meeting { .. } if node.hosts => {
                 self.fail(self.loss(slot, format!("{reason}. It hosts the store"), signal), None);
             }
             _ => self.lose(slot, reason, signal),
+        }
+        if matches!(self.state, State::Signalled) {
+            // Until its goodbye, it reports the ends of its workers.
+            self.nodes.insert(slot, node);
         }
     }
 

@@ -207,12 +207,7 @@ impl Run {
         }
         match message {
             Message::Join(node) => self.on_join(slot, node),
-            Message::Exited(exited) => {
-                if exited.rank < self.layout.world_size() {
-                    self.codes.insert(exited.rank, exited.exit.code());
-                }
-                self.on_exited(slot, exited);
-            }
+            Message::Exited(exited) => self.on_exited(slot, exited),
             Message::Finished => self.on_finished(slot),
             Message::Ended(verdict) => self.on_ended(slot, verdict),
             Message::Leave { reason, signal } => self.on_leave(slot, &reason, signal),
@@ -227,6 +222,9 @@ impl Run {
     }
 
     fn on_exited(&mut self, slot: Slot, exited: Exited) {
+        if exited.rank < self.layout.world_size() {
+            self.codes.insert(exited.rank, exited.exit.code());
+        }
         match &self.state {
             State::Running { members, .. } if members.contains(&slot) => {}
             State::Signalled => {}
@@ -235,15 +233,9 @@ impl Run {
         if self.elastic().is_some() {
             return self.judge(slot, exited);
         }
-        if exited.exit.code() != 0 {
-            self.on_failed(slot, exited);
-        }
-    }
-
-    fn on_failed(&mut self, slot: Slot, exited: Exited) {
         let has_range = self.has_range();
         let State::Running { members, suspicion, .. } = &mut self.state else { return };
-        if suspicion.is_some() {
+        if exited.exit.code() == 0 || suspicion.is_some() {
             return;
         }
         let silent = members.iter().filter(|member| has_range && **member != slot).map(|member| (*member, 2)).collect();
