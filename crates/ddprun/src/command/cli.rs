@@ -53,7 +53,30 @@ failed; 126 if the program is not executable, 127 if it was not found; 1 for eve
     mut_subcommands = |command| command.mut_args(like_torchruns)
 )]
 pub(crate) struct Cli {
-    #[command(flatten)]
+    #[command(subcommand)]
+    pub(crate) mode: Option<Mode>,
+
+    /// torchrun's option to run a Python module; refused with a hint.
+    #[arg(short, long, env = "PET_MODULE", value_parser = BoolishValueParser::new(), hide = true)]
+    pub(crate) module: bool,
+
+    /// This machine's address in torchrun's rendezvous; refused with a hint.
+    #[arg(long, env = "PET_LOCAL_ADDR", value_name = "HOST", hide = true)]
+    pub(crate) local_addr: Option<String>,
+
+    /// torchrun's polling interval for its workers; ignored, because ddprun is notified when a worker exits.
+    #[arg(long, env = "PET_MONITOR_INTERVAL", value_name = "SECONDS", hide = true)]
+    pub(crate) monitor_interval: Option<String>,
+
+    /// torchrun's start method for Python processes; ignored.
+    #[arg(long, env = "PET_START_METHOD", value_name = "NAME", hide = true)]
+    pub(crate) start_method: Option<String>,
+
+    /// The program and its arguments; with --example, --bin or --bench, only the arguments.
+    #[arg(value_name = "PROGRAM [ARGS]", trailing_var_arg = true)]
+    pub(crate) command: Vec<OsString>,
+
+    #[command(flatten, next_help_heading = RANKS)]
     pub(crate) ranks: Ranks,
 
     /// Builds and runs this example of the current cargo package. cargo reports the path, so workspaces and
@@ -85,40 +108,17 @@ pub(crate) struct Cli {
     #[arg(long, help_heading = BUILD)]
     pub(crate) debug: bool,
 
-    #[command(flatten)]
+    #[command(flatten, next_help_heading = RANKS)]
     pub(crate) options: Options,
 
     /// Sets LOCAL_RANK=0 for every worker, and CUDA_VISIBLE_DEVICES to the one GPU that it may use.
-    #[arg(long, env = "PET_VIRTUAL_LOCAL_RANK", value_parser = BoolishValueParser::new(), help_heading = RANKS)]
+    #[arg(long, env = "PET_VIRTUAL_LOCAL_RANK", value_parser = BoolishValueParser::new())]
     pub(crate) virtual_local_rank: bool,
 
     /// Accepted for compatibility with torchrun, which needs it for compiled programs: ddprun always runs PROGRAM
     /// directly.
-    #[arg(long, env = "PET_NO_PYTHON", value_parser = BoolishValueParser::new(), help_heading = RANKS)]
+    #[arg(long, env = "PET_NO_PYTHON", value_parser = BoolishValueParser::new())]
     pub(crate) no_python: bool,
-
-    #[command(subcommand)]
-    pub(crate) mode: Option<Mode>,
-
-    /// torchrun's option to run a Python module; refused with a hint.
-    #[arg(short, long, env = "PET_MODULE", value_parser = BoolishValueParser::new(), hide = true)]
-    pub(crate) module: bool,
-
-    /// This machine's address in torchrun's rendezvous; refused with a hint.
-    #[arg(long, env = "PET_LOCAL_ADDR", value_name = "HOST", hide = true)]
-    pub(crate) local_addr: Option<String>,
-
-    /// torchrun's polling interval for its workers; ignored, because ddprun is notified when a worker exits.
-    #[arg(long, env = "PET_MONITOR_INTERVAL", value_name = "SECONDS", hide = true)]
-    pub(crate) monitor_interval: Option<String>,
-
-    /// torchrun's start method for Python processes; ignored.
-    #[arg(long, env = "PET_START_METHOD", value_name = "NAME", hide = true)]
-    pub(crate) start_method: Option<String>,
-
-    /// The program and its arguments; with --example, --bin or --bench, only the arguments.
-    #[arg(value_name = "PROGRAM [ARGS]", trailing_var_arg = true)]
-    pub(crate) command: Vec<OsString>,
 }
 
 #[cfg(test)]

@@ -93,9 +93,6 @@ pub(crate) enum Mode {
 /// The command line of `ddprun host-store`.
 #[derive(Debug, Clone, PartialEq, Eq, clap::Args)]
 pub(crate) struct HostStore {
-    #[command(flatten)]
-    pub(crate) ranks: Ranks,
-
     /// How often workers may be restarted, as in a run.
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub(crate) max_restarts: u32,
@@ -115,6 +112,9 @@ pub(crate) struct HostStore {
     /// Address for --metrics-port.
     #[arg(long, value_name = "ADDRESS")]
     pub(crate) metrics_addr: Option<IpAddr>,
+
+    #[command(flatten, next_help_heading = RANKS)]
+    pub(crate) ranks: Ranks,
 }
 
 /// How a check is made and shown.
@@ -146,16 +146,16 @@ pub(crate) struct Manner {
 #[derive(Debug, Clone, PartialEq, clap::Args)]
 pub(crate) struct Check {
     #[command(flatten)]
-    pub(crate) ranks: Ranks,
-
-    #[command(flatten)]
     pub(crate) manner: Manner,
 
+    #[command(flatten, next_help_heading = RANKS)]
+    pub(crate) ranks: Ranks,
+
     /// Binds each rank to processors, as in a run.
-    #[arg(long, value_name = "KIND", value_parser = numa::parse, help_heading = RANKS)]
+    #[arg(long, value_name = "KIND", value_parser = numa::parse)]
     pub(crate) numa_binding: Option<Binding>,
 
     /// The store has no secret, as in a run.
-    #[arg(long, help_heading = RANKS)]
+    #[arg(long)]
     pub(crate) no_secret: bool,
 }

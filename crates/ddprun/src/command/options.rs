@@ -79,11 +79,11 @@ pub(crate) struct Options {
     /// CANDLE_DDP_SECRET_FILE names, which must be the same on all machines, or makes one if the run is on this machine
     /// alone. PyTorch's programs know no secret: they need this option if one is set, or if they share the store with
     /// programs of candle-ddp.
-    #[arg(long, help_heading = RANKS)]
+    #[arg(long)]
     pub(crate) no_secret: bool,
 
     /// Role of the workers: ROLE_NAME in their environment, and the prefix of --tee.
-    #[arg(long, env = "PET_ROLE", value_name = "NAME", default_value = "default", help_heading = RANKS)]
+    #[arg(long, env = "PET_ROLE", value_name = "NAME", default_value = "default")]
     pub(crate) role: String,
 
     /// Folder for log files: DIR/RUN_ID/attempt_RESTARTS/LOCAL_RANK/{stdout.log,stderr.log,error.json}, and
@@ -172,32 +172,18 @@ pub(crate) struct Options {
     /// Measures this machine for a few seconds before it joins the run, as `ddprun check --quick` does. ddprun ends with exit
     /// code 1 if it is not fit; of several machines that were started so, one that is slower than the others is refused, and they measure the
     /// connections between them before the workers start. A rank, or a machine, is too slow if others are FACTOR (1.5) times as fast.
-    #[arg(
-        long,
-        value_name = "FACTOR",
-        num_args = 0..=1,
-        require_equals = true,
-        default_missing_value = "1.5",
-        help_heading = RANKS
-    )]
+    #[arg(long, value_name = "FACTOR", num_args = 0..=1, require_equals = true, default_missing_value = "1.5")]
     pub(crate) check: Option<Tolerance>,
 
     /// Binds each worker to processors near its GPU: those of its NUMA `node`, those of the node's `socket`, cores of
     /// the node that no other worker has (`exclusive`), or those that share a cache (`core-complex`). Without GPUs,
     /// workers are distributed evenly over the nodes.
-    #[arg(long, env = "PET_NUMA_BINDING", value_name = "KIND", value_parser = numa::parse, help_heading = RANKS)]
+    #[arg(long, env = "PET_NUMA_BINDING", value_name = "KIND", value_parser = numa::parse)]
     pub(crate) numa_binding: Option<Binding>,
 
     /// Also gives each worker its local rank as its last argument, `--local-rank=N`, as torch.distributed.launch does; with
     /// `--pass-local-rank=--local_rank`, as older versions of it do. Programs for torchrun read LOCAL_RANK instead.
-    #[arg(
-        long,
-        value_name = "NAME",
-        num_args = 0..=1,
-        require_equals = true,
-        default_missing_value = "--local-rank",
-        help_heading = RANKS
-    )]
+    #[arg(long, value_name = "NAME", num_args = 0..=1, require_equals = true, default_missing_value = "--local-rank")]
     pub(crate) pass_local_rank: Option<String>,
 }
 
