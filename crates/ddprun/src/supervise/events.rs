@@ -1,6 +1,6 @@
 //! The events that the supervisor waits for: signals, and the end of the output.
 use super::nodes::News;
-use super::output::{Incoming, Remains};
+use super::output::{self, Intake, Remains};
 use crate::console::Console;
 use crate::error::{Error, Result};
 use crate::signal;
@@ -51,15 +51,17 @@ impl Events {
         Ok(Self { sender, receiver, ending: ending.to_vec() })
     }
 
-    /// Forwards output in a thread until the other end of `incoming` is dropped.
-    pub(crate) fn forward(&self, incoming: Incoming) -> Result<()> {
+    /// Forwards output in a thread, of the streams that the intake gets, until it is dropped.
+    pub(crate) fn forward(&self) -> Result<Intake> {
+        let (intake, incoming) = output::intake().map_err(|error| Error::io("creating a pipe", error))?;
         let sender = self.sender.clone();
         let forward = move || {
-            let remains = super::output::forward(incoming, Console::get());
+            let remains = output::forward(incoming, Console::get());
             // The supervisor may have stopped waiting for it.
             let _ = sender.send(Event::Output(remains));
         };
-        Ok(thread::spawn("ddprun-output", forward).map(drop)?)
+        thread::spawn("ddprun-output", forward)?;
+        Ok(intake)
     }
 
     /// Returns the function that turns news of other nodes into events.

@@ -146,10 +146,7 @@ fn run_workers(
     events: Events,
 ) -> Result<End> {
     let watch = if config.is_check { None } else { Watch::start(config, source.clone(), folder.kept(RECORD))? };
-    let (intake, incoming) = output::intake().map_err(|error| Error::io("creating a pipe", error))?;
-    events.forward(incoming)?;
-    let (terminals, cpus) = (Vec::new(), cpus(config)?);
-    let intake = Some(intake);
+    let (intake, terminals, cpus) = (Some(events.forward()?), Vec::new(), cpus(config)?);
     let starter = Starter {
         config,
         topology: config.topology.clone(),

@@ -155,7 +155,10 @@ impl Supervisor {
                     message(format_args!("could not kill {}", self.names()));
                     break;
                 }
-                None if self.announce.is_some_and(|announce| announce <= Instant::now()) => self.announce(),
+                None if self.announce.take_if(|announce| *announce <= Instant::now()).is_some() => {
+                    let (names, grace) = (self.names(), self.grace.as_secs_f64());
+                    message(format_args!("waiting for {names} to exit; SIGKILL after {grace} s"));
+                }
                 None => {
                     let grace = self.grace.as_secs_f64();
                     self.kill(format_args!("still running after {grace} s (--shutdown-timeout)"));
@@ -309,13 +312,6 @@ impl Supervisor {
         // A stopped process handles no other signal until it continues.
         self.signal_all(Signal::CONT);
         self.phase = Phase::Ending(now.checked_add(self.grace));
-    }
-
-    /// Names the processes that ddprun is waiting for.
-    fn announce(&mut self) {
-        self.announce = None;
-        let grace = self.grace.as_secs_f64();
-        message(format_args!("waiting for {} to exit; SIGKILL after {grace} s", self.names()));
     }
 
     /// Returns the names of the remaining processes; workers by their rank.

@@ -11,7 +11,7 @@ use crate::error::{Error, Result};
 use crate::signal;
 use crate::supervise::events::{Event, Events};
 use crate::supervise::lines::Lines;
-use crate::supervise::output::{self, Intake, Source};
+use crate::supervise::output::{Intake, Source};
 use crate::supervise::worker::Exit;
 use crate::tail::Tail;
 use candle_ddp_env::beginning_with;
@@ -59,8 +59,7 @@ pub(crate) fn run(cli: &Cli, hosts: &[Host]) -> Result<u8> {
     let options = &cli.options;
     let secret = RunSecret::resolve(options.no_secret, 1)?;
     let events = Events::listen(&options.signals_to_handle)?;
-    let (intake, incoming) = output::intake().map_err(|error| Error::io("creating a pipe", error))?;
-    events.forward(incoming)?;
+    let intake = events.forward()?;
     let mut first_lines = format!("{}\n", secret.get().map_or("", |secret| secret.reveal())).into_bytes();
     first_lines.extend(encode(&variables));
     first_lines.push(b'\n');
