@@ -76,11 +76,10 @@ fn cores(ranks: &[Measured], tolerance: f64) -> Vec<String> {
     let all = ranks.iter().flat_map(|rank| &rank.products).filter(|(core, _)| core.is_some());
     let Some(most) = of_most(all.map(|(_, speed)| *speed).collect()) else { return Vec::new() };
     let of = |rank: &Measured| {
-        let slow = rank.products.iter().filter(|(core, speed)| core.is_some() && speed * tolerance < most);
-        let slow: Vec<(String, f64)> =
-            slow.map(|(core, speed)| (core.unwrap_or_default().to_string(), *speed)).collect();
-        let worst = slow.iter().map(|(_, speed)| *speed).min_by(f64::total_cmp)?;
-        let names: Vec<&str> = slow.iter().map(|(core, _)| core.as_str()).collect();
+        let slow = rank.products.iter().filter(|(_, speed)| speed * tolerance < most);
+        let slow = slow.filter_map(|(core, speed)| Some(((*core)?.to_string(), *speed)));
+        let (names, speeds): (Vec<String>, Vec<f64>) = slow.unzip();
+        let worst = speeds.into_iter().min_by(f64::total_cmp)?;
         Some(format!(
             "{}: core {} multiplies matrices at {worst:.1} GFLOP/s, others at {most:.1} ({:.1} times as fast). Another \
              process may run there (`ps -eLo psr,pcpu,comm | sort -n`), or the core is throttled by heat, power or its \

@@ -123,19 +123,15 @@ fn serve(mut desk: Desk, mut run: Run, alone: Option<&AtomicUsize>) -> (u8, Stri
             return (1, error.to_string());
         }
     }
-    let code = run.why.as_ref().map_or(0, |why| why.code);
-    let (code, reason) = desk.end.take().unwrap_or_else(|| (code, "the run has ended".to_string()));
-    match run.why.take() {
-        _ if code == 0 || run.has_saved() => {
-            desk.verdicts.succeed(run.restart_count);
-            (0, reason)
-        }
-        Some(why) => {
-            desk.verdicts.add(desk.verdict.unwrap_or(why), Outcome::Failed, run.restart_count);
-            (code, reason)
-        }
-        None => (code, reason),
+    let (code, reason) = desk.end.take().unwrap_or_else(|| (0, "the run has ended".to_string()));
+    if code == 0 || run.has_saved() {
+        desk.verdicts.succeed(run.restart_count);
+        return (0, reason);
     }
+    if let Some(verdict) = desk.verdict.or(run.why) {
+        desk.verdicts.add(verdict, Outcome::Failed, run.restart_count);
+    }
+    (code, reason)
 }
 
 struct Desk {
