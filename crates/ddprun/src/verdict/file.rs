@@ -1,13 +1,21 @@
-//! `verdict.json`: why a run has failed, or the failures that it has survived.
+//! The files about failures: `error.json`, the error that a worker has written for its launcher, and `verdict.json`, why a run has
+//! failed, or the failures that it has survived.
 use super::Verdict;
 use crate::console::message;
+use crate::tail::plain;
 use candle_ddp_base::file::{PreparedFile, Progress, open_left};
+use candle_ddp_rendezvous::error::RankError;
 use candle_ddp_rendezvous::json::encode;
 use serde::{Deserialize, Serialize};
-use std::io::{Error, Read, Result};
+use std::io::{Error, ErrorKind, Read, Result};
 use std::path::{Path, PathBuf};
 
-/// The file's name in the run's folder.
+/// The file of a worker's error.
+pub(crate) const ERROR_FILE: &str = "error.json";
+/// The maximum number of bytes read from it.
+const LONGEST_ERROR: u64 = 1 << 20;
+
+/// The verdict's file in the run's folder.
 pub(crate) const VERDICT: &str = "verdict.json";
 /// Raised when a field changes its meaning or is removed.
 const SCHEMA: u32 = 1;
@@ -15,7 +23,47 @@ const SCHEMA: u32 = 1;
 const MOST: usize = 64;
 const LONGEST: u64 = 16 << 20;
 
-/// The file's content: the last failure of a run, and those before.
+/// Returns the error that a worker wrote to the file, if it wrote one.
+pub(crate) fn read_error(file: &Path) -> Result<Option<WorkerError>> {
+    match read(file, LONGEST_ERROR) {
+        Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
+        bytes => Ok(WorkerError::parse(&String::from_utf8_lossy(&bytes?))),
+    }
+}
+
+/// The first bytes of a file that a run has left.
+fn read(file: &Path, most: u64) -> Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    open_left(file)?.take(most).read_to_end(&mut bytes)?;
+    Ok(bytes)
+}
+
+/// The content of a worker's error file.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct WorkerError {
+    pub(crate) message: String,
+    /// The error's cause, if the worker's program uses candle-ddp.
+    pub(crate) told: Option<RankError>,
+}
+
+impl WorkerError {
+    /// Parses torchrun's format, or takes plain text as it is.
+    fn parse(text: &str) -> Option<Self> {
+        let json: Option<serde_json::Value> = serde_json::from_str(text).ok();
+        let message = json.as_ref().and_then(|json| json.get("message"));
+        let inner = message.and_then(|message| message.get("message")).or(message).and_then(|inner| inner.as_str());
+        let message = plain(inner.unwrap_or(text)).trim().to_owned();
+        let told = json.as_ref().and_then(RankError::of_json);
+        (!message.is_empty()).then_some(Self { message, told })
+    }
+
+    /// The rank that made the worker fail, if its program knows.
+    pub(crate) fn culprit(&self) -> Option<usize> {
+        self.told.as_ref()?.culprit
+    }
+}
+
+/// The verdict's file: the last failure of a run, and those before.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Record {
     pub(crate) schema: u32,
@@ -44,9 +92,7 @@ pub(crate) enum Outcome {
 impl Record {
     /// Reads the file.
     pub(crate) fn read(path: &Path) -> Result<Self> {
-        let mut bytes = Vec::new();
-        open_left(path)?.take(LONGEST).read_to_end(&mut bytes)?;
-        serde_json::from_slice(&bytes).map_err(Error::other)
+        serde_json::from_slice(&read(path, LONGEST)?).map_err(Error::other)
     }
 }
 

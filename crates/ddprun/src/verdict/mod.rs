@@ -2,11 +2,9 @@
 //!
 //! It is decided once, when the processes concerned have ended. The summary that ddprun prints, `verdict.json`, the report page,
 //! the status and the metrics of the run show this datum, and decide nothing.
-mod error;
 mod file;
 
-pub(crate) use error::{ERROR_FILE, WorkerError, read_error};
-pub(crate) use file::{Outcome, Record, VERDICT, Verdicts};
+pub(crate) use file::{ERROR_FILE, Outcome, Record, VERDICT, Verdicts, WorkerError, read_error};
 
 use candle_ddp_rendezvous::json::encode;
 use candle_ddp_rendezvous::milliseconds;

@@ -1,5 +1,5 @@
 //! The curves of a file of JSON lines.
-use super::series::Series;
+use super::chart::Series;
 use super::{chart, find, html};
 use serde_json::{Map, Value};
 use std::collections::BTreeMap;

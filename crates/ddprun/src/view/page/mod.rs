@@ -7,7 +7,6 @@ mod find;
 mod html;
 mod metrics;
 mod ranks;
-mod series;
 #[cfg(test)]
 mod tests;
 mod timeline;

@@ -1,5 +1,5 @@
 //! How long each rank waited, from the reports that ddprun records in its log folder.
-use super::series::Series;
+use super::chart::Series;
 use super::{chart, find, html};
 use crate::view::status::{LISTED, Line, Since, Told, holdup};
 use std::collections::BTreeMap;

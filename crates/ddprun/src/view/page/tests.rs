@@ -141,7 +141,7 @@ fn files_of_other_kinds_are_notes_and_nothing_is_an_error() {
 
 #[test]
 fn long_curves_keep_their_shape_in_bounded_memory() {
-    let mut series = series::Series::default();
+    let mut series = chart::Series::default();
     (0..1_000_000).for_each(|step| series.push(f64::from(step), f64::from(step)));
     let points = series.points();
     assert!(points.len() <= 2048 && points.len() > 900, "{}", points.len());

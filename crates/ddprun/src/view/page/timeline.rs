@@ -1,7 +1,6 @@
 //! The last steps of all ranks, side by side.
-use super::chart::{Area, letters, svg};
+use super::chart::{Area, Series, letters, svg};
 use super::html::{self, GRID, curve};
-use super::series::Series;
 use plotters::element::{PathElement, Rectangle, Text};
 use plotters::style::Color;
 use std::collections::VecDeque;

@@ -1,5 +1,5 @@
 //! The timelines of ranks: how long each waits in a step, and the last steps.
-use super::series::Series;
+use super::chart::Series;
 use super::timeline::{self, Rank, Span};
 use super::{chart, html};
 use candle_ddp_base::trace;
