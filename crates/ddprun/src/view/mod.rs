@@ -25,11 +25,8 @@ pub(crate) fn explain(folder: &Path, torchfrtrace: Option<&Path>) -> Result<()> 
     if let Some(output) = torchfrtrace {
         let (records, _) = flight_record::newest(&records);
         torchfrtrace::write(&records, output)?;
-        let partial = if records.iter().any(|record| records.len() < record.world_size) {
-            " --allow-incomplete-ranks"
-        } else {
-            ""
-        };
+        let is_partial = records.iter().any(|record| records.len() < record.world_size);
+        let partial = if is_partial { " --allow-incomplete-ranks" } else { "" };
         message(format_args!("PyTorch's analyser reads them with: torchfrtrace{partial} {}", output.display()));
     }
     Ok(())

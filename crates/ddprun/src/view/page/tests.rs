@@ -1,4 +1,5 @@
 use super::*;
+use serde_json::{Value, json};
 use std::fs::{create_dir_all, write as put};
 
 fn page_of(folder: &Path) -> String {
@@ -7,7 +8,7 @@ fn page_of(folder: &Path) -> String {
 
 /// A trace of so many steps of 10 ms, in which the rank waits `wait` ms.
 fn trace(rank: usize, steps: usize, wait: f64) -> String {
-    let mut text = format!("[{{\"name\":\"process_name\",\"ph\":\"M\",\"pid\":{rank},\"args\":{{}}}},\n");
+    let mut text = format!("[{},\n", json!({ "name": "process_name", "ph": "M", "pid": rank, "args": {} }));
     for step in 0..steps {
         for (name, at, dur, row) in [
             ("forward", 0., 3e3, 0),
@@ -17,9 +18,8 @@ fn trace(rank: usize, steps: usize, wait: f64) -> String {
             ("optimizer", 8e3, 1e3, 0),
         ] {
             let ts = 1e15 + step as f64 * 1e4 + at;
-            text += &format!(
-                "{{\"name\":\"{name}\",\"ph\":\"X\",\"ts\":{ts},\"dur\":{dur},\"pid\":{rank},\"tid\":{row}}},\n"
-            );
+            let event = json!({ "name": name, "ph": "X", "ts": ts, "dur": dur, "pid": rank, "tid": row });
+            text += &format!("{event},\n");
         }
     }
     text
@@ -159,14 +159,12 @@ fn numbers_are_short() {
 }
 
 /// A line of ddprun's record: the process, steps, seconds and waits of each rank.
-fn reports(at: u64, restarts: u32, ranks: &[(u32, u64, f64, &str)]) -> String {
-    let told = |(rank, (pid, steps, trained, waited)): (usize, &(u32, u64, f64, &str))| {
-        format!(
-            "{{\"rank\":{rank},\"host\":\"<b>\",\"pid\":{pid},\"steps\":{steps},\"trained\":{trained},\"waited\":{waited}}}"
-        )
+fn reports(at: u64, restarts: u32, ranks: &[(u32, u64, f64, Option<f64>)]) -> String {
+    let told = |(rank, (pid, steps, trained, waited)): (usize, &(u32, u64, f64, Option<f64>))| {
+        json!({ "rank": rank, "host": "<b>", "pid": pid, "steps": steps, "trained": trained, "waited": waited })
     };
-    let ranks: Vec<String> = ranks.iter().enumerate().map(told).collect();
-    format!("{{\"at\":{at},\"restarts\":{restarts},\"ranks\":[{}]}}\n", ranks.join(","))
+    let ranks: Value = ranks.iter().enumerate().map(told).collect();
+    format!("{}\n", json!({ "at": at, "restarts": restarts, "ranks": ranks }))
 }
 
 #[test]
@@ -175,10 +173,10 @@ fn waits_are_shown_without_traces_over_all_processes_of_a_rank() {
     create_dir_all(folder.path().join("night/attempt_0/0")).unwrap();
     let file = folder.path().join("night").join(RECORD);
     let lines = [
-        reports(1000, 0, &[(1, 10, 4., "1.0"), (2, 10, 4., "0.0")]),
-        reports(3000, 0, &[(1, 20, 8., "3.0"), (2, 20, 8., "0.5")]),
+        reports(1000, 0, &[(1, 10, 4., Some(1.)), (2, 10, 4., Some(0.))]),
+        reports(3000, 0, &[(1, 20, 8., Some(3.)), (2, 20, 8., Some(0.5))]),
         // New processes.
-        reports(9000, 1, &[(3, 25, 2., "1.0"), (4, 5, 2., "0.0")]),
+        reports(9000, 1, &[(3, 25, 2., Some(1.)), (4, 5, 2., Some(0.))]),
     ];
     put(&file, lines.concat() + "{\"at\":1,\"rest").unwrap();
     let (text, notes) = page(folder.path()).unwrap();
@@ -199,15 +197,15 @@ fn waits_are_shown_without_traces_over_all_processes_of_a_rank() {
     assert!(!text.contains("<td>waits of the ranks</td>"), "{text}");
     assert_eq!(notes, [format!("night/{RECORD}: 1 lines are torn, or no ddprun has written them")]);
     // All wait as long; then the engine of one does not tell; then numbers that no rank writes.
-    put(&file, reports(1, 0, &[(1, 9, 4., "2"), (2, 9, 4., "2")])).unwrap();
+    put(&file, reports(1, 0, &[(1, 9, 4., Some(2.)), (2, 9, 4., Some(2.))])).unwrap();
     assert!(page_of(folder.path()).contains("No rank has held the others up"));
-    put(&file, reports(1, 0, &[(1, 9, 4., "2"), (2, 9, 4., "null")])).unwrap();
+    put(&file, reports(1, 0, &[(1, 9, 4., Some(2.)), (2, 9, 4., None)])).unwrap();
     let text = page_of(folder.path());
     assert!(
         text.contains("their engine does not tell it") && text.contains("<td>9</td><td>2.25</td><td>-</td><td>-</td>")
     );
-    let odd = [(1, u64::MAX, 1e308, "-1e308"), (2, 0, -1e308, "1e308")];
-    put(&file, reports(u64::MAX, 9, &odd) + &reports(0, 9, &[odd[0], (3, u64::MAX, 1e308, "1e308")])).unwrap();
+    let odd = [(1, u64::MAX, 1e308, Some(-1e308)), (2, 0, -1e308, Some(1e308))];
+    put(&file, reports(u64::MAX, 9, &odd) + &reports(0, 9, &[odd[0], (3, u64::MAX, 1e308, Some(1e308))])).unwrap();
     assert!(page_of(folder.path()).contains("Waits of the ranks"));
 }
 
