@@ -52,6 +52,11 @@ impl From<candle_ddp_base::Error> for Error {
     }
 }
 
+/// Refuses an option, or its environment variable.
+pub(crate) fn refuse<T>(option: &'static str, reason: impl Into<String>) -> Result<T> {
+    Err(Error::usage(option, reason))
+}
+
 impl Error {
     pub(crate) fn usage(option: &'static str, reason: impl Into<String>) -> Self {
         Self::Usage { option, reason: reason.into() }

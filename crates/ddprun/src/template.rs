@@ -1,6 +1,6 @@
 //! `ddprun new`: a package that trains.
 use crate::console::message;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, refuse};
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -17,8 +17,7 @@ pub(crate) fn create(path: &Path, candle_ddp: Option<&Path>) -> Result<()> {
     let name = name_of(path)?;
     let library = library(candle_ddp)?;
     if fs::read_dir(path).is_ok_and(|mut entries| entries.next().is_some()) {
-        let reason = format!("{} is not empty: name a folder that does not exist yet", path.display());
-        return Err(Error::usage("PATH", reason));
+        return refuse("PATH", format!("{} is not empty: name a folder that does not exist yet", path.display()));
     }
     let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let partial = parent.join(format!(".{name}.{}", std::process::id()));
@@ -65,7 +64,7 @@ fn name_of(path: &Path) -> Result<&str> {
             "the folder's name is the package's, so it must begin with a letter, have only letters, digits, - and _, and not be that of \
              another package or a word that cargo uses; {name:?} is not such a name"
         );
-        return Err(Error::usage("PATH", reason));
+        return refuse("PATH", reason);
     }
     Ok(name)
 }
@@ -76,7 +75,7 @@ fn library(given: Option<&Path>) -> Result<String> {
     let manifest = fs::read_to_string(path.join("Cargo.toml")).unwrap_or_default();
     if !manifest.lines().any(|line| line == "name = \"candle-ddp\"") {
         let reason = format!("{} does not have the sources of candle-ddp: name their folder", path.display());
-        return Err(Error::usage("--candle-ddp", reason));
+        return refuse("--candle-ddp", reason);
     }
     let path = path.canonicalize().map_err(|error| Error::io(format!("cannot find {}", path.display()), error))?;
     // TOML reads the strings of JSON.

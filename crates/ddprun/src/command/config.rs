@@ -7,7 +7,7 @@ use super::options::Options;
 use super::processes::Host;
 use super::secret::RunSecret;
 use super::terms::{Pace, Terms, version};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, refuse};
 use crate::time;
 use candle_ddp_base::MOST_RANKS;
 use candle_ddp_env::PROCESS;
@@ -101,13 +101,13 @@ impl Config {
         for (option, last) in named {
             if let Some(rank) = last.filter(|&rank| rank >= local) {
                 let reason = format!("names local rank {rank}, but --nproc-per-node is {local}");
-                return Err(Error::usage(option, reason));
+                return refuse(option, reason);
             }
         }
         let run_id = match &cli.ranks.run_id {
             Some(id) if id.is_empty() || id.starts_with('.') || id.contains(|c: char| c == '/' || c.is_control()) => {
                 let reason = format!("{id:?} cannot be the name of a folder: use letters, digits, - and _");
-                return Err(Error::usage("--run-id", reason));
+                return refuse("--run-id", reason);
             }
             Some(id) => id.clone(),
             None if max_nodes > 1 => "none".into(),
@@ -149,11 +149,11 @@ impl Config {
 
 fn refuse_what_is_not_supported(cli: &Cli) -> Result<()> {
     if cli.module {
-        return Err(Error::usage("--module", "ddprun runs programs as they are: use `ddprun … python -m MODULE`"));
+        return refuse("--module", "ddprun runs programs as they are: use `ddprun … python -m MODULE`");
     }
     // An empty value is torchrun's default and matches what ddprun does.
     if cli.local_addr.as_deref().is_some_and(|text| !text.is_empty()) {
-        return Err(Error::usage("--local-addr", "ranks detect their own addresses: omit this option"));
+        return refuse("--local-addr", "ranks detect their own addresses: omit this option");
     }
     Ok(())
 }
@@ -164,7 +164,7 @@ fn metrics(options: &Options) -> Result<Option<SocketAddr>> {
     match metrics_port {
         Some(port) => Ok(Some(SocketAddr::new(metrics_addr.unwrap_or(loopback()), *port))),
         None if metrics_addr.is_some() => {
-            Err(Error::usage("--metrics-addr", "needs --metrics-port: give the port of the metrics as well"))
+            refuse("--metrics-addr", "needs --metrics-port: give the port of the metrics as well")
         }
         None => Ok(None),
     }
@@ -176,7 +176,7 @@ fn virtual_devices(visible: Option<&str>, workers: usize) -> Result<Vec<String>>
     let devices: Vec<String> = list.split(',').map(|device| device.trim().to_owned()).collect();
     if list.trim().is_empty() || devices.len() < workers {
         let reason = format!("each of {workers} workers needs its own GPU, but CUDA_VISIBLE_DEVICES is {list:?}");
-        return Err(Error::usage("--virtual-local-rank", reason));
+        return refuse("--virtual-local-rank", reason);
     }
     Ok(devices.into_iter().take(workers).collect())
 }
@@ -186,7 +186,7 @@ fn is_static(cli: &Cli) -> Result<bool> {
     match cli.ranks.rdzv_backend.as_deref() {
         None | Some("" | "static") => Ok(true),
         Some("c10d") => Ok(false),
-        Some(other) => Err(Error::usage("--rdzv-backend", format!("{other:?} is not supported: use static or c10d"))),
+        Some(other) => refuse("--rdzv-backend", format!("{other:?} is not supported: use static or c10d")),
     }
 }
 
@@ -195,12 +195,12 @@ fn node_range(cli: &Cli, is_static: bool) -> Result<(usize, usize)> {
     let text = cli.ranks.nnodes.as_str();
     let (least, most) = text.split_once(':').unwrap_or((text, text));
     match (least.trim().parse::<usize>(), most.trim().parse::<usize>()) {
-        (Ok(least), Ok(most)) if least > 0 && least < most && is_static => Err(Error::usage(
-            "--nnodes",
-            format!("the range {text} needs --rdzv-backend c10d and --rdzv-endpoint HOST[:PORT] on every node"),
-        )),
+        (Ok(least), Ok(most)) if least > 0 && least < most && is_static => {
+            let needs = "needs --rdzv-backend c10d and --rdzv-endpoint HOST[:PORT] on every node";
+            refuse("--nnodes", format!("the range {text} {needs}"))
+        }
         (Ok(least), Ok(most)) if least > 0 && least <= most => Ok((least, most)),
-        _ => Err(Error::usage("--nnodes", format!("{text:?} must be a positive number of machines, or MIN:MAX"))),
+        _ => refuse("--nnodes", format!("{text:?} must be a positive number of machines, or MIN:MAX")),
     }
 }
 
@@ -208,23 +208,19 @@ fn topology(cli: &Cli, host: &Host, nodes: usize, is_static: bool) -> Result<Top
     // Elsewhere, nodes get their ranks when they meet.
     let node_rank = cli.ranks.node_rank.filter(|_| is_static).unwrap_or(0);
     if node_rank >= nodes {
-        let reason = format!("{node_rank} must be between 0 and {} (--nnodes {nodes})", nodes - 1);
-        return Err(Error::usage("--node-rank", reason));
+        return refuse("--node-rank", format!("{node_rank} must be between 0 and {} (--nnodes {nodes})", nodes - 1));
     }
     if nodes > 1 && cli.ranks.standalone {
         let reason = format!("means a single machine, but --nnodes is {}: omit one of the two", cli.ranks.nnodes);
-        return Err(Error::usage("--standalone", reason));
+        return refuse("--standalone", reason);
     }
     if nodes > 1 && is_static && cli.ranks.node_rank.is_none() {
         let reason = format!("is required with --nnodes {nodes}: 0 on the machine of --master-addr, 1 on the next …");
-        return Err(Error::usage("--node-rank", reason));
+        return refuse("--node-rank", reason);
     }
     let local_world_size = host.count(cli.ranks.nproc_per_node)?;
     if nodes.checked_mul(local_world_size).is_none_or(|ranks| ranks > MOST_RANKS) {
-        return Err(Error::usage(
-            "--nnodes",
-            format!("{nodes} × {local_world_size} ranks must be at most {MOST_RANKS}"),
-        ));
+        return refuse("--nnodes", format!("{nodes} × {local_world_size} ranks must be at most {MOST_RANKS}"));
     }
     Ok(Topology { layout: Layout::even(nodes, local_world_size), node_rank })
 }
@@ -233,7 +229,7 @@ fn topology(cli: &Cli, host: &Host, nodes: usize, is_static: bool) -> Result<Top
 fn master(cli: &Cli, nodes: usize, is_static: bool) -> Result<(String, Option<u16>)> {
     if cli.ranks.standalone && (cli.ranks.master_port.is_some() || cli.ranks.master_addr.is_some()) {
         let reason = "uses a free port of this machine: omit it to set --master-addr or --master-port";
-        return Err(Error::usage("--standalone", reason));
+        return refuse("--standalone", reason);
     }
     // torchrun's `--standalone` ignores these as well.
     let endpoint = cli.ranks.rdzv_endpoint.as_deref().filter(|text| !text.is_empty() && !cli.ranks.standalone);
@@ -243,31 +239,26 @@ fn master(cli: &Cli, nodes: usize, is_static: bool) -> Result<(String, Option<u1
     if !is_static && nodes > 1 {
         let reason =
             "is required with --rdzv-backend c10d: HOST[:PORT] of the node that hosts the store, on every node";
-        return Err(Error::usage("--rdzv-endpoint", reason));
+        return refuse("--rdzv-endpoint", reason);
     }
     if cli.ranks.master_port == Some(0) {
-        return Err(Error::usage(
-            "--master-port",
-            "0 is not a port: omit this option on a single machine to get a free port",
-        ));
+        return refuse("--master-port", "0 is not a port: omit this option on a single machine to get a free port");
     }
     let address = match cli.ranks.master_addr.as_deref().map(str::trim) {
         Some("") => {
-            return Err(Error::usage(
-                "--master-addr",
-                "is empty: give the name of machine 0, or omit this option on a single machine",
-            ));
+            let reason = "is empty: give the name of machine 0, or omit this option on a single machine";
+            return refuse("--master-addr", reason);
         }
         // Brackets are only for IPv6 addresses followed by a port.
         Some(address) if is_host(without_brackets(address)) => without_brackets(address).into(),
         Some(address) => {
             let reason = format!("{address:?} must be one name or address: give the port by --master-port");
-            return Err(Error::usage("--master-addr", reason));
+            return refuse("--master-addr", reason);
         }
         None if nodes > 1 => {
             let reason =
                 "is required for several machines: the name of machine 0, which all of them must be able to resolve";
-            return Err(Error::usage("--master-addr", reason));
+            return refuse("--master-addr", reason);
         }
         None => loopback().to_string(),
     };
@@ -320,7 +311,7 @@ fn program(cli: Cli) -> Result<(Program, Vec<OsString>)> {
     }
     if package.is_some() || !features.is_empty() || profile.is_some() {
         let reason = "configure a cargo build, but there is nothing to build: add --example NAME or --bin NAME";
-        return Err(Error::usage("--package, --features, --profile and --debug", reason));
+        return refuse("--package, --features, --profile and --debug", reason);
     }
     let mut command = command.into_iter();
     let program = command.next().filter(|program| !program.is_empty());

@@ -1,5 +1,5 @@
 //! The number of workers per machine: a number, or one per core or GPU.
-use crate::error::{Error, Result};
+use crate::error::{Result, refuse};
 use candle_ddp_env::PROCESS;
 use std::num::NonZeroUsize;
 use std::str::FromStr;
@@ -56,10 +56,10 @@ impl Host {
     pub(crate) fn count(&self, processes: Processes) -> Result<usize> {
         match processes {
             Processes::Count(count) => Ok(count.get()),
-            Processes::Gpu if self.gpus == 0 => Err(Error::usage(
-                "--nproc-per-node gpu",
-                "no GPU is visible here: check nvidia-smi and CUDA_VISIBLE_DEVICES, or use `cpu`, `auto` or a number",
-            )),
+            Processes::Gpu if self.gpus == 0 => {
+                let advice = "check nvidia-smi and CUDA_VISIBLE_DEVICES, or use `cpu`, `auto` or a number";
+                refuse("--nproc-per-node gpu", format!("no GPU is visible here: {advice}"))
+            }
             Processes::Gpu => Ok(self.gpus),
             Processes::Auto if self.gpus > 0 => Ok(self.gpus),
             Processes::Auto | Processes::Cpu => Ok(self.cores),

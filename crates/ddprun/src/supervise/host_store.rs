@@ -9,7 +9,7 @@ use crate::command::mode::HostStore;
 use crate::command::processes::Host;
 use crate::command::secret;
 use crate::console::message;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, refuse};
 use crate::signal;
 use crate::verdict::{VERDICT, Verdicts};
 use crate::view::status::{RECORD, RunStatus, Source};
@@ -30,7 +30,7 @@ pub(crate) fn serve(options: HostStore) -> Result<u8> {
     let Some(rendezvous @ Rendezvous { is_static: false, .. }) = &config.rendezvous else {
         let reason =
             "needs --rdzv-backend c10d, --rdzv-endpoint with an address of this machine, and the --nnodes of the run";
-        return Err(Error::usage("host-store", reason));
+        return refuse("host-store", reason);
     };
     let (server, port) = store::host(&config, &RunStatus::of(&config))?;
     let Some(server) = server else {
@@ -39,7 +39,7 @@ pub(crate) fn serve(options: HostStore) -> Result<u8> {
              already",
             config.master_addr
         );
-        return Err(Error::usage("--rdzv-endpoint", reason));
+        return refuse("--rdzv-endpoint", reason);
     };
     let secret = config.secret.get().cloned();
     if secret.is_none() && !no_secret {

@@ -4,7 +4,7 @@ use super::nodes::{Address, Coordinator, Link, Node};
 use crate::check::Fitness;
 use crate::command::config::{Config, Rendezvous};
 use crate::console::message;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, refuse};
 use crate::verdict::Verdicts;
 use crate::view::status::{RUN_STATUS, RunStatus};
 use candle_ddp_base::host::host_name;
@@ -93,10 +93,7 @@ fn listening(config: &Config, port: u16, is_static: bool) -> Result<Listening> {
         let listening = Listening::at(&config.master_addr, port, config.rendezvous.is_none(), Duration::MAX)?;
         let Some(reason) = listening.unresolved.as_ref().filter(|_| is_static) else { return Ok(listening) };
         if started.elapsed() >= patience {
-            return Err(Error::usage(
-                "--master-addr",
-                format!("{reason}. It must be a name or an address of this machine"),
-            ));
+            return refuse("--master-addr", format!("{reason}. It must be a name or an address of this machine"));
         }
         if !std::mem::replace(&mut is_told, true) {
             message(format_args!("--master-addr: {reason}. Trying again for {} s", patience.as_secs()));

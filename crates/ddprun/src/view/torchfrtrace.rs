@@ -2,7 +2,7 @@
 //!
 //! The format is version 2.10, that of PyTorch 2.15 (`torch/csrc/distributed/c10d/FlightRecorder.hpp`). PyTorch's analyser expects every
 //! rank of a group in every call, so the messages from one rank to another appear as a group of these two ranks.
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, refuse};
 use candle_ddp_base::file::{PreparedFile, Progress};
 use candle_ddp_base::flight_record::{CallRecord, CallState, ChannelKind, GroupRecord, RankRecord};
 use serde_json::{Map, Value, json};
@@ -45,7 +45,7 @@ pub(crate) fn write(records: &[&RankRecord], output: &Path) -> Result<()> {
     std::fs::create_dir_all(output).map_err(failed)?;
     if std::fs::read_dir(output).map_err(failed)?.next().is_some() {
         let reason = format!("{} must be empty: torchfrtrace reads every file in its folder", output.display());
-        return Err(Error::usage("--torchfrtrace", reason));
+        return refuse("--torchfrtrace", reason);
     }
     let first = first_numbers(records);
     for record in records {

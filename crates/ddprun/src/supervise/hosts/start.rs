@@ -7,7 +7,7 @@ use crate::command::options::Options;
 use crate::command::processes::Processes;
 use crate::command::secret::RunSecret;
 use crate::console::{Target, message};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, refuse};
 use crate::signal;
 use crate::supervise::events::{Event, Events};
 use crate::supervise::lines::Lines;
@@ -82,15 +82,12 @@ fn check(cli: &Cli, hosts: &[Host]) -> Result<()> {
         ("--rdzv-backend", !matches!(ranks.rdzv_backend.as_deref(), None | Some("" | "static"))),
     ];
     if let Some((option, _)) = given.into_iter().find(|(_, is_given)| *is_given) {
-        return Err(Error::usage(option, "follows from --hosts: omit one of the two"));
+        return refuse(option, "follows from --hosts: omit one of the two");
     }
     let default = ranks.nproc_per_node;
     let is_ignored = |host: &Host| host.workers.is_some_and(|workers| Processes::Count(workers) != default);
     if default != Processes::Count(NonZeroUsize::MIN) && hosts.iter().all(is_ignored) {
-        return Err(Error::usage(
-            "--nproc-per-node",
-            "has no effect, since --hosts has a number for each machine: omit it",
-        ));
+        return refuse("--nproc-per-node", "has no effect, since --hosts has a number for each machine: omit it");
     }
     Ok(())
 }

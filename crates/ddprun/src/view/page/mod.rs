@@ -14,7 +14,7 @@ mod traces;
 mod verdicts;
 
 use super::status::RECORD;
-use crate::error::{Error, Result};
+use crate::error::{Result, refuse};
 use crate::tail::line;
 use candle_ddp_base::file::{PreparedFile, Progress};
 use find::Found;
@@ -58,7 +58,7 @@ fn page(folder: &Path) -> Result<(String, Vec<String>)> {
             RECORD
         );
         notes.iter().for_each(|note| reason += &format!("; {}", line(note)));
-        return Err(Error::usage("DIR", reason));
+        return refuse("DIR", reason);
     }
     let mut body = [verdicts, metrics, ranks, traces, attempts, flights].concat();
     if !missing.is_empty() {

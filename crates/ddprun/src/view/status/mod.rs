@@ -16,7 +16,7 @@ pub(crate) use snapshot::LISTED;
 pub(crate) use source::Source;
 pub(crate) use table::{UNKNOWN, or_unknown, table};
 
-use crate::error::{Error, Result};
+use crate::error::{Result, refuse};
 use crate::tail::plain;
 use candle_ddp_rendezvous::{InitMethod, Location, Secret, TcpStore, TcpStoreOptions};
 use std::sync::Arc;
@@ -45,7 +45,7 @@ fn parse(address: &str) -> Result<(String, u16)> {
                 "{address:?} must be HOST:PORT of the run's store: its --rdzv-endpoint, or its --master-addr and \
                  --master-port"
             );
-            Err(Error::usage("status", reason))
+            refuse("status", reason)
         }
     }
 }
