@@ -114,7 +114,7 @@ fn execute(config: &Config) -> Result<End> {
         Err(error) if config.rendezvous.is_some() => {
             message(describe(&error));
             // The others would wait for this machine, so it tells them.
-            Err(error)
+            Err(if let Error::Unfit(reason) = error { reason } else { error.to_string() })
         }
         fitness => Ok(fitness?),
     };
@@ -142,7 +142,7 @@ fn run_workers(
     program: &OsStr,
     folder: &RunFolder,
     (server, master_port, source): (Option<TcpStoreServer>, u16, Option<Arc<Source>>),
-    fitness: Result<Option<Fitness>>,
+    fitness: Result<Option<Fitness>, String>,
     events: Events,
 ) -> Result<End> {
     let watch = if config.is_check { None } else { Watch::start(config, source.clone(), folder.kept(RECORD))? };

@@ -106,7 +106,7 @@ fn listening(config: &Config, port: u16, is_static: bool) -> Result<Listening> {
 pub(crate) fn link(
     config: &Config,
     server: Option<&TcpStoreServer>,
-    (port, fitness): (u16, Result<Option<Fitness>>),
+    (port, fitness): (u16, Result<Option<Fitness>, String>),
     events: &Events,
 ) -> Result<Option<Link>> {
     let Some(rendezvous) = &config.rendezvous else { return Ok(None) };
@@ -117,12 +117,8 @@ pub(crate) fn link(
     let coordinator = server.map(start).transpose()?;
     let Rendezvous { terms, mut pace, is_static } = rendezvous.clone();
     let node_rank = is_static.then_some(config.topology.node_rank);
-    let (fitness, unfit) = match fitness {
-        Ok(fitness) => (fitness, None),
-        Err(Error::Unfit(reason)) => (None, Some(reason)),
-        Err(error) => (None, Some(error.to_string())),
-    };
-    let is_unfit = unfit.is_some();
+    let is_unfit = fitness.is_err();
+    let (fitness, unfit) = fitness.map_or_else(|reason| (None, Some(reason)), |fitness| (fitness, None));
     let (host, workers) = (host_name(), config.topology.local_world_size());
     let node = Node { host, node_rank, hosts: server.is_some(), terms, workers, fitness, unfit };
     if is_unfit {
