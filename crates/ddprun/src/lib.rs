@@ -29,8 +29,7 @@ mod view;
 
 use candle_ddp_env::PROCESS;
 use clap::{CommandFactory, Parser};
-use command::cli::Cli;
-use command::mode::Mode;
+use command::{Cli, Mode};
 use console::{Console, message};
 use error::{Error, USAGE};
 use std::process::ExitCode;

@@ -6,7 +6,7 @@ use super::measured::{Measured, Report};
 use super::network;
 use super::outliers;
 use super::table;
-use crate::command::mode::Manner;
+use crate::command::Manner;
 use crate::console::{Console, Target, message};
 use crate::error::Result;
 use crate::numa;

@@ -5,7 +5,7 @@ use super::members::Members;
 use super::nodes::{Admission, Exited, Link, Message, Replacement, Round, Slot};
 use super::store;
 use super::worker::{Exit, Starter, Worker};
-use crate::command::layout::Topology;
+use crate::command::Topology;
 use crate::console::message;
 use crate::error::Result;
 use crate::verdict::{How, Outcome, Verdict};

@@ -1,6 +1,6 @@
 //! Finding the rank whose failure caused the others'.
 use super::worker::{Exit, Worker};
-use crate::command::layout::Topology;
+use crate::command::Topology;
 use crate::verdict::WorkerError;
 
 /// The origin of a failure.
@@ -79,7 +79,7 @@ fn may_be_to_blame(workers: &[Worker], index: usize) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::command::layout::Layout;
+    use crate::command::Layout;
     use crate::supervise::worker::Ended;
     use candle_ddp_rendezvous::error::RankError;
     use rustix::process::Pid;

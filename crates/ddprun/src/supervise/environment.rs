@@ -1,6 +1,5 @@
 //! The environment variables of a worker, which are torchrun's.
-use crate::command::config::Config;
-use crate::command::layout::Topology;
+use crate::command::{Config, Topology};
 use candle_ddp_env::PROCESS;
 use candle_ddp_rendezvous::error::FILE_VARIABLE;
 use candle_ddp_rendezvous::{AGENT_VARIABLE, STORE_VARIABLE};

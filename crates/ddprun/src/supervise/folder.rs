@@ -1,5 +1,5 @@
 //! The run's folder: log files, and the files to which workers write their errors.
-use crate::command::config::Config;
+use crate::command::Config;
 use crate::console::message;
 use crate::error::{Error, Result};
 use crate::verdict::{ERROR_FILE, WorkerError, read_error};

@@ -3,7 +3,7 @@ use super::cause::{self, Cause, failed, was_done};
 use super::folder::RunFolder;
 use super::output::Remains;
 use super::worker::{Ended, Exit, Worker};
-use crate::command::layout::Topology;
+use crate::command::Topology;
 use crate::console::Target;
 use crate::tail::Tail;
 use crate::time;

@@ -22,10 +22,7 @@ mod watch;
 mod worker;
 
 use crate::check::{self, Fitness};
-use crate::command::cli::Cli;
-use crate::command::config::{Config, Program};
-use crate::command::processes::{Host, Processes};
-use crate::command::secret::{self, RunSecret};
+use crate::command::{Cli, Config, Host, Processes, Program, RunSecret, secret};
 use crate::console::message;
 use crate::error::{Error, Result};
 use crate::verdict::{How, Outcome as After, VERDICT, Verdict, Verdicts};

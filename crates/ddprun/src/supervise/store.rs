@@ -2,7 +2,7 @@
 use super::events::Events;
 use super::nodes::{Address, Coordinator, Link, Node};
 use crate::check::Fitness;
-use crate::command::config::{Config, Rendezvous};
+use crate::command::{Config, Rendezvous};
 use crate::console::message;
 use crate::error::{Error, Result, refuse};
 use crate::verdict::Verdicts;

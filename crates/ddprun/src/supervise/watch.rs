@@ -1,5 +1,5 @@
 //! What watches a run on the machine that hosts its store: it serves metrics, names slow ranks, and records the ranks' reports.
-use crate::command::config::Config;
+use crate::command::Config;
 use crate::console::message;
 use crate::error::Result;
 use crate::view::metrics_server;

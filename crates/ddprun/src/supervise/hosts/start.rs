@@ -1,11 +1,8 @@
 //! Starting the agents, and following them.
 use super::{AGENT, MASTER_ADDR, NNODES, NODE_RANK};
 use crate::child;
-use crate::command::cli::Cli;
 use crate::command::hosts::Host;
-use crate::command::options::Options;
-use crate::command::processes::Processes;
-use crate::command::secret::RunSecret;
+use crate::command::{Cli, Options, Processes, RunSecret};
 use crate::console::{Target, message};
 use crate::error::{Error, Result, refuse};
 use crate::signal;

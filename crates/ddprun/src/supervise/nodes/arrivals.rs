@@ -3,8 +3,7 @@
 use super::message::{Entry, Exited, Message, Slot};
 use super::run::Action;
 use super::tests::{Fixture, start};
-use crate::command::layout::Layout;
-use crate::command::terms::Pace;
+use crate::command::{Layout, Pace};
 use crate::supervise::worker::Exit;
 use candle_ddp_rendezvous::{Decision, Generations, Member};
 use std::time::Duration;

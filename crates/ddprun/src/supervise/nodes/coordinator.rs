@@ -2,8 +2,7 @@
 use super::message::{Entry, Message, Slot, Welcome};
 use super::run::{Action, Run};
 use super::{INBOX, PREFIX, VERDICT, beat_key, decode, encode, entry_key, node_rank_key, welcome_key};
-use crate::command::config::Rendezvous;
-use crate::command::terms::{Pace, version};
+use crate::command::{Pace, Rendezvous, version};
 use crate::console::message;
 use crate::error::Result;
 use crate::signal;

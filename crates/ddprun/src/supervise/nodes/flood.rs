@@ -1,8 +1,7 @@
 //! A store without a secret, to which anybody may write.
 use super::tests::{node, terms};
 use super::{Address, Coordinator, Entry, INBOX, Link, News, PREFIX};
-use crate::command::config::Rendezvous;
-use crate::command::terms::Pace;
+use crate::command::{Pace, Rendezvous};
 use crate::verdict::Verdicts;
 use candle_ddp_rendezvous::{Listening, TcpStore, host_store};
 use std::sync::atomic::{AtomicBool, Ordering};

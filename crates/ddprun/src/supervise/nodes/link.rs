@@ -2,7 +2,7 @@
 use super::coordinator::Coordinator;
 use super::message::{Entry, Message, Node, Slot, Welcome};
 use super::{INBOX, PREFIX, SLOTS, VERDICT, beat_key, decode, encode, entry_key, node_rank_key, welcome_key};
-use crate::command::terms::{Pace, Terms};
+use crate::command::{Pace, Terms};
 use crate::error::Result;
 use crate::verdict::Verdict;
 use candle_ddp_base::deadline::deadline_after;

@@ -9,8 +9,7 @@
 //! program must be alone in its network namespace; processor time is that of all of them together.
 use super::tests::terms;
 use super::{Address, Coordinator, Entry, Link, Message, News};
-use crate::command::config::Rendezvous;
-use crate::command::terms::Pace;
+use crate::command::{Pace, Rendezvous};
 use crate::verdict::Verdicts;
 use candle_ddp_base::deadline::deadline_after;
 use candle_ddp_base::descriptors;

@@ -1,7 +1,6 @@
 //! The messages between the agents of a run and its coordinator. They travel as JSON through the store.
 use crate::check::Fitness;
-use crate::command::layout::Layout;
-use crate::command::terms::{Terms, older};
+use crate::command::{Layout, Terms, older};
 use crate::supervise::worker::Exit;
 use crate::verdict::Verdict;
 use serde::{Deserialize, Serialize};

@@ -3,7 +3,7 @@ use super::message::{Entry, Message, Round, Slot};
 use super::run::Action;
 use super::tests::{Fixture, start};
 use crate::check::Fitness;
-use crate::command::layout::Layout;
+use crate::command::Layout;
 use candle_ddp_rendezvous::{Decision, Generations, Member};
 use std::time::Duration;
 

@@ -4,9 +4,7 @@
 //! It has no clock: call `on_time` with the time after every event.
 use super::message::{Entry, Exited, Message, Node, Round, Slot};
 use super::reports::Reports;
-use crate::command::config::Rendezvous;
-use crate::command::layout::Layout;
-use crate::command::terms::{Pace, Terms};
+use crate::command::{Layout, Pace, Rendezvous, Terms};
 use crate::supervise::consequence::Restarts;
 use crate::supervise::members::Members;
 use crate::supervise::worker::Exit;

@@ -3,9 +3,7 @@
 use super::message::{Entry, Exited, Message, Node, Round, Slot};
 use super::reports::REPORTS;
 use super::run::{Action, Run};
-use crate::command::config::Rendezvous;
-use crate::command::layout::Layout;
-use crate::command::terms::{Pace, Terms, version};
+use crate::command::{Layout, Pace, Rendezvous, Terms, version};
 use crate::supervise::worker::Exit;
 use crate::verdict::{How, Verdict};
 use candle_ddp_rendezvous::{Decision, Generations, HashStore};

@@ -1,6 +1,5 @@
 //! The document about its run that the ddprun that hosts the store keeps there, and updates with every change.
-use crate::command::config::Config;
-use crate::command::layout::Layout;
+use crate::command::{Config, Layout};
 use crate::verdict::Verdict;
 use candle_ddp_base::host::host_name;
 use serde::{Deserialize, Serialize};

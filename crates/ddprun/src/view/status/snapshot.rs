@@ -103,7 +103,7 @@ fn ranks_of(run: &RunStatus) -> Vec<usize> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::command::layout::Layout;
+    use crate::command::Layout;
     use crate::verdict::{How, Verdict};
     use crate::view::status::tests::{node, told};
     use candle_ddp_rendezvous::json::encode;
