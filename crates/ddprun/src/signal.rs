@@ -15,28 +15,17 @@ pub(crate) type Signals = Vec<i32>;
 
 /// Parses a list of signals, such as `SIGTERM,SIGINT`.
 pub(crate) fn parse_list(list: &str) -> Result<Signals, String> {
-    let mut signals = Vec::new();
-    for word in list.split(',').map(str::trim).filter(|word| !word.is_empty()) {
-        let signal = (1..32).find(|&signal| signal_name(signal) == Some(word));
-        let ours = [SIGCHLD, SIGCONT, SIGTSTP, SIGWINCH];
-        match signal.filter(|signal| !FORBIDDEN.contains(signal) && !ours.contains(signal)) {
-            Some(signal) => signals.push(signal),
-            None => {
-                return Err(format!("{word} is not a signal that can end a run: use names, as in SIGTERM,SIGINT"));
-            }
-        }
-    }
-    Ok(signals)
+    let may_end = |signal: &i32| !FORBIDDEN.contains(signal) && ![SIGCHLD, SIGCONT, SIGTSTP, SIGWINCH].contains(signal);
+    let signal = |word: &str| {
+        let signal = (1..32).find(|&signal| signal_name(signal) == Some(word)).filter(may_end);
+        signal.ok_or_else(|| format!("{word} is not a signal that can end a run: use names, as in SIGTERM,SIGINT"))
+    };
+    list.split(',').map(str::trim).filter(|word| !word.is_empty()).map(signal).collect()
 }
 
 /// The signal of this name.
 pub(crate) fn of_name(name: &str) -> Option<Signal> {
-    (1..32).find(|&signal| signal_name(signal) == Some(name.trim())).and_then(typed)
-}
-
-/// Converts a number to rustix's type; `None` for real-time signals.
-pub(crate) fn typed(signal: i32) -> Option<Signal> {
-    Signal::from_named_raw(signal)
+    (1..32).find(|&signal| signal_name(signal) == Some(name.trim())).and_then(Signal::from_named_raw)
 }
 
 /// Signals that programs use for their own purposes, such as Slurm's warning before a job ends: they are forwarded to

@@ -231,7 +231,7 @@ impl Supervisor {
 
     /// Asks the workers to exit because of a signal that this ddprun, or that of another node, has received.
     fn forward_end(&mut self, number: i32) {
-        self.end(signal::typed(number).unwrap_or(Signal::TERM));
+        self.end(Signal::from_named_raw(number).unwrap_or(Signal::TERM));
         let (name, grace) = (signal::name(number), self.grace.as_secs_f64());
         message(format_args!("{name} forwarded to the workers, which have {grace} s to exit; {AGAIN}"));
     }
@@ -241,7 +241,7 @@ impl Supervisor {
         let name = signal::name(number);
         let mut list = self.descendants.list();
         list.retain(|process| signal::is_handled_by(process.pid, number));
-        let Some(signal) = signal::typed(number).filter(|_| !list.is_empty()) else {
+        let Some(signal) = Signal::from_named_raw(number).filter(|_| !list.is_empty()) else {
             message(format_args!(
                 "{name} is not forwarded: no process of the run has a handler for it, and it would kill them"
             ));
