@@ -30,13 +30,8 @@ pub(super) struct Link {
 /// every rank has one partner.
 pub(super) fn links(group: &Group, ranks: &[usize], effort: Effort) -> Result<Vec<Link>> {
     let Some(own) = ranks.iter().position(|rank| *rank == group.rank) else { return Ok(Vec::new()) };
-    let mut links = Vec::new();
-    for round in 0..rounds(ranks.len()) {
-        if let Some(peer) = partner(own, round, ranks.len()).and_then(|index| ranks.get(index)) {
-            links.push(link(group, *peer, effort)?);
-        }
-    }
-    Ok(links)
+    let peers = (0..rounds(ranks.len())).filter_map(|round| ranks.get(partner(own, round, ranks.len())?));
+    peers.map(|peer| link(group, *peer, effort)).collect()
 }
 
 /// The number of rounds in which each of `count` meets each other once.
@@ -63,22 +58,16 @@ fn link(group: &Group, peer: usize, effort: Effort) -> Result<Link> {
     let first = group.rank < peer;
     let time = |bytes: usize, exchanges: usize| -> Result<f64> {
         let buffer = Buffer::bytes(bytes);
-        let mut times = Vec::new();
-        // The first exchange makes the connection.
-        for turn in 0..=exchanges {
+        let once = || -> Result<f64> {
             let begun = Instant::now();
-            if first {
-                group.send(&buffer, peer)?;
-                group.recv(&buffer, peer)?;
-            } else {
-                group.recv(&buffer, peer)?;
-                group.send(&buffer, peer)?;
+            match first {
+                true => group.send(&buffer, peer).and_then(|()| group.recv(&buffer, peer))?,
+                false => group.recv(&buffer, peer).and_then(|()| group.send(&buffer, peer))?,
             }
-            if turn > 0 {
-                times.push(begun.elapsed().as_secs_f64() / 2.0);
-            }
-        }
-        Ok(median(times))
+            Ok(begun.elapsed().as_secs_f64() / 2.0)
+        };
+        // The first exchange makes the connection.
+        once().and_then(|_| (0..exchanges).map(|_| once()).collect()).map(median)
     };
     let ([small, large], bytes) = (effort.exchanges, LARGE.min(effort.most_bytes));
     let (latency, large) = (time(SMALL, small)?, time(bytes, large)?);

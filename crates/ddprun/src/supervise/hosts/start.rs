@@ -60,11 +60,10 @@ pub(crate) fn run(cli: &Cli, hosts: &[Host]) -> Result<u8> {
     let mut first_lines = format!("{}\n", secret.get().map_or("", |secret| secret.reveal())).into_bytes();
     first_lines.extend(encode(&variables));
     first_lines.push(b'\n');
-    let mut agents = Vec::new();
-    for (node_rank, host) in hosts.iter().enumerate() {
-        let command = command(cli, hosts, node_rank)?;
-        agents.push(start(cli, &host.name, &command, &first_lines, &intake, node_rank)?);
-    }
+    let start = |(node_rank, host): (usize, &Host)| {
+        start(cli, &host.name, &command(cli, hosts, node_rank)?, &first_lines, &intake, node_rank)
+    };
+    let mut agents: Vec<Agent> = hosts.iter().enumerate().map(start).collect::<Result<_>>()?;
     Ok(follow(&mut agents, intake, &events, options))
 }
 
