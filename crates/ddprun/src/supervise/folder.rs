@@ -43,7 +43,7 @@ impl RunFolder {
             }
         };
         let folder = Self { path: Some(path), workers, temporary };
-        (0..workers).try_for_each(|rank| folder.prepare(0, rank))?;
+        (0..workers).try_for_each(|rank| folder.prepare(0, rank).map(drop))?;
         if let Some(path) = folder.path.as_ref().filter(|_| files) {
             message(format_args!("log files are in {}", path.display()));
         }
@@ -56,7 +56,7 @@ impl RunFolder {
         remove_stale(&std::env::temp_dir(), &prefix);
         let (path, lock) = create_locked(&std::env::temp_dir(), &format!("{prefix}{run_id}"))?;
         let folder = Self { path: Some(path), workers, temporary: Some(lock) };
-        (0..workers).try_for_each(|rank| folder.prepare(0, rank))?;
+        (0..workers).try_for_each(|rank| folder.prepare(0, rank).map(drop))?;
         Ok(folder)
     }
 
@@ -64,14 +64,15 @@ impl RunFolder {
         Some(self.path.as_ref()?.join(format!("attempt_{restart_count}")).join(local_rank.to_string()))
     }
 
-    /// Creates the folder of a worker that is started after `restart_count` restarts.
-    pub(crate) fn prepare(&self, restart_count: u32, local_rank: usize) -> Result<()> {
-        let Some(path) = self.worker(restart_count, local_rank) else { return Ok(()) };
+    /// Creates the folder of a worker that is started after `restart_count` restarts. Returns the path to which it may write its error.
+    pub(crate) fn prepare(&self, restart_count: u32, local_rank: usize) -> Result<Option<PathBuf>> {
+        let Some(path) = self.worker(restart_count, local_rank) else { return Ok(None) };
         std::fs::create_dir_all(&path).map_err(|error| io_error(&path, error))?;
         // An error that an earlier worker wrote there is not this one's.
-        match remove_file(path.join(ERROR_FILE)) {
+        let error_file = path.join(ERROR_FILE);
+        match remove_file(&error_file) {
             Err(error) if error.kind() != ErrorKind::NotFound => Err(io_error(&path, error)),
-            _ => Ok(()),
+            _ => Ok(Some(error_file)),
         }
     }
 
@@ -81,11 +82,6 @@ impl RunFolder {
         let path = folder.join(name);
         let file = File::create_new(&path).map_err(|error| io_error(&path, error))?;
         Ok((path, file))
-    }
-
-    /// Returns the path to which a worker may write its error.
-    pub(crate) fn error_file(&self, restart_count: u32, local_rank: usize) -> Option<PathBuf> {
-        Some(self.worker(restart_count, local_rank)?.join(ERROR_FILE))
     }
 
     /// A file of the run, if its folder is kept.
@@ -102,7 +98,7 @@ impl RunFolder {
 
     /// Returns the error that a worker wrote.
     pub(crate) fn error(&self, restart_count: u32, local_rank: usize) -> Option<WorkerError> {
-        read_error(&self.error_file(restart_count, local_rank)?).ok().flatten()
+        read_error(&self.worker(restart_count, local_rank)?.join(ERROR_FILE)).ok().flatten()
     }
 }
 
@@ -111,9 +107,9 @@ impl Drop for RunFolder {
         let Some(path) = self.path.as_ref().filter(|_| self.temporary.is_some()) else { return };
         // `remove_dir_all` needs file descriptors, which may have run out, so remove entries one by one. The next run
         // removes a folder that cannot be removed now.
-        for rank in 0..self.workers {
-            let _ = self.error_file(0, rank).map(remove_file);
-            let _ = self.worker(0, rank).map(remove_dir);
+        for folder in (0..self.workers).filter_map(|rank| self.worker(0, rank)) {
+            let _ = remove_file(folder.join(ERROR_FILE));
+            let _ = remove_dir(folder);
         }
         let _ = remove_dir(path.join("attempt_0"));
         if remove_dir(path).is_err() {

@@ -146,8 +146,7 @@ impl Starter<'_> {
             let local_rank = || config.shown_local_rank(local_rank);
             command.args(config.options.pass_local_rank.iter().map(|name| format!("{name}={}", local_rank())));
         }
-        self.folder.prepare(restart_count, local_rank)?;
-        let error_file = self.folder.error_file(restart_count, local_rank);
+        let error_file = self.folder.prepare(restart_count, local_rank)?;
         if let Some(variables) = &config.agent {
             // A ddprun that the program starts is none of this run's.
             hosts::OWN.iter().for_each(|name| {
