@@ -1,10 +1,8 @@
 //! The environment variables of a worker, which are torchrun's.
 use crate::command::{Config, Topology};
 use candle_ddp_env::PROCESS;
-use candle_ddp_rendezvous::error::FILE_VARIABLE;
 use candle_ddp_rendezvous::{AGENT_VARIABLE, STORE_VARIABLE};
 use std::ffi::OsString;
-use std::path::Path;
 
 /// Variables that set the number of threads of programs and libraries.
 const THREADS: [&str; 2] = ["RAYON_NUM_THREADS", "OMP_NUM_THREADS"];
@@ -39,12 +37,11 @@ pub(crate) fn threads(config: &Config) -> Vec<(&'static str, usize)> {
 
 /// Returns the variables that the worker `local_rank` gets in addition to ddprun's own environment, after so many restarts. By `agent`,
 /// elastic workers find their launcher, and differ from earlier ones with the same rank.
-pub(crate) fn variables(
+pub(crate) fn of(
     config: &Config,
     topology: &Topology,
     local_rank: usize,
     master_port: u16,
-    error_file: Option<&Path>,
     restart_count: u32,
     agent: &str,
 ) -> Vec<(&'static str, OsString)> {
@@ -69,7 +66,6 @@ pub(crate) fn variables(
         ("TORCHELASTIC_USE_AGENT_STORE", "True".into()),
         (AGENT_VARIABLE, agent.into()),
     ];
-    variables.extend(error_file.map(|path| (FILE_VARIABLE, path.into())));
     let device = config.virtual_devices.as_ref().and_then(|devices| devices.get(local_rank));
     variables.extend(device.map(|device| ("CUDA_VISIBLE_DEVICES", device.into())));
     let unset = |(name, _): &(&str, &str)| !is_given(config, name);

@@ -155,16 +155,8 @@ impl Starter<'_> {
             command.envs(variables.iter().map(|(name, value)| (name, value)));
         }
         // The error file of an outer launcher is not for this worker.
-        command.env_remove(FILE_VARIABLE);
-        command.envs(environment::variables(
-            config,
-            &self.topology,
-            local_rank,
-            self.master_port,
-            error_file.as_deref(),
-            restart_count,
-            agent,
-        ));
+        command.env_remove(FILE_VARIABLE).envs(error_file.map(|path| (FILE_VARIABLE, path)));
+        command.envs(environment::of(config, &self.topology, local_rank, self.master_port, restart_count, agent));
         config.secret.give(&mut command);
         self.terminals.retain(|(rank, _)| *rank != local_rank);
         // A background process is stopped when it reads from the terminal.
