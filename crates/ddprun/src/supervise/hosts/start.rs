@@ -158,12 +158,8 @@ fn quoted(word: &OsStr) -> OsString {
     if !word.is_empty() && word.as_bytes().iter().all(is_plain) {
         return word.to_os_string();
     }
-    let mut bytes = vec![b'\''];
-    for byte in word.as_bytes() {
-        bytes.extend_from_slice(if *byte == b'\'' { br"'\''" } else { std::slice::from_ref(byte) });
-    }
-    bytes.push(b'\'');
-    OsString::from_vec(bytes)
+    let parts: Vec<&[u8]> = word.as_bytes().split(|byte| *byte == b'\'').collect();
+    OsString::from_vec([&b"'"[..], &parts.join(&br"'\''"[..]), b"'"].concat())
 }
 
 fn start(cli: &Cli, host: &str, script: &str, first_lines: &[u8], intake: &Intake, node_rank: usize) -> Result<Agent> {

@@ -12,9 +12,6 @@ use std::time::{Duration, Instant};
 /// How long the workers have to exit by themselves after a failure on another node: their groups fail at once.
 const SETTLE_ELSEWHERE: Duration = Duration::from_millis(500);
 
-/// The first message of a spare.
-const SPARE: &str = "all nodes that the run needs are there: this one waits until one is lost";
-
 impl Supervisor {
     /// Reacts to an event on another node.
     pub(super) fn on_news(&mut self, news: News, agent: &mut Agent) {
@@ -105,7 +102,7 @@ impl Supervisor {
 
     fn wait_as_spare(&mut self) {
         self.is_spare = true;
-        message(SPARE);
+        message("all nodes that the run needs are there: this one waits until one is lost");
     }
 
     /// Tells the other nodes if the run waits for a process that this one, which ends, will not start.

@@ -30,15 +30,12 @@ pub(super) fn html(folder: &Path, file: &Path, notes: &mut Vec<String>) -> Strin
         notes.push(format!("{name} cannot be read: {error}"));
     }
     let Metrics { curves, torn, others, is_cut } = metrics;
-    if torn > 0 {
-        notes.push(format!("{name}: {torn} lines are torn, or are not JSON objects"));
-    }
-    if others > 0 {
-        notes.push(format!("{name}: {others} lines have no \"step\" and no \"epoch\""));
-    }
-    if is_cut {
-        notes.push(format!("{name}: only the first {CURVES} of its curves are shown"));
-    }
+    let found = [
+        (torn > 0, format!("{torn} lines are torn, or are not JSON objects")),
+        (others > 0, format!("{others} lines have no \"step\" and no \"epoch\"")),
+        (is_cut, format!("only the first {CURVES} of its curves are shown")),
+    ];
+    notes.extend(found.into_iter().filter(|(is_so, _)| *is_so).map(|(_, text)| format!("{name}: {text}")));
     if curves.is_empty() {
         return String::new();
     }
