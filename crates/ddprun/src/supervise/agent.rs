@@ -262,7 +262,8 @@ impl<'a> Agent<'a> {
                 _ => Phase::Running,
             };
             // Otherwise the failure is judged when all workers have ended.
-            if let Some(verdict) = alone.filter(|_| !matches!(consequence, Consequence::RestartAll | Consequence::Fail)) {
+            let goes_on = !matches!(consequence, Consequence::RestartAll | Consequence::Fail);
+            if let Some(verdict) = alone.filter(|_| goes_on) {
                 self.survive(verdict);
             }
             self.tell_status();

@@ -160,7 +160,8 @@ fn numbers_are_short() {
 
 /// A line of ddprun's record: the process, steps, seconds and waits of each rank.
 fn reports(at: u64, restarts: u32, ranks: &[(u32, u64, f64, Option<f64>)]) -> String {
-    let told = |(rank, (pid, steps, trained, waited)): (usize, &(u32, u64, f64, Option<f64>))| {
+    let told = |(rank, told): (usize, &(u32, u64, f64, Option<f64>))| {
+        let (pid, steps, trained, waited) = told;
         json!({ "rank": rank, "host": "<b>", "pid": pid, "steps": steps, "trained": trained, "waited": waited })
     };
     let ranks: Value = ranks.iter().enumerate().map(told).collect();
