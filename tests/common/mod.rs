@@ -10,7 +10,8 @@ use candle_ddp::{
 };
 use candle_nn::{Func, VarBuilder, VarMap, func};
 use serde_json::Value;
-use std::path::Path;
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -27,6 +28,20 @@ pub(crate) use candle_ddp_testing::{
     launch_example, launch_nodes, launch_test, new_var, pass_on_a_full_disk, peak_memory, plain, sine, skip,
     skip_unless, start_ranks, succeed, tensor, test_arguments, test_process, values, var, waves,
 };
+
+fn golden_path(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(name)
+}
+
+/// The tensors of a file in tests/golden, which has its origin in a README there.
+pub(crate) fn golden(name: &str) -> HashMap<String, Tensor> {
+    candle_core::safetensors::load(golden_path(name), &Device::Cpu).unwrap()
+}
+
+/// The numbers of such a file.
+pub(crate) fn golden_json(name: &str) -> Value {
+    serde_json::from_slice(&std::fs::read(golden_path(name)).unwrap()).unwrap()
+}
 
 /// The lines of a file, each of which is JSON.
 pub(crate) fn json_lines(path: &Path) -> Vec<Value> {

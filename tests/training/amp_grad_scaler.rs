@@ -1,7 +1,7 @@
 //! The gradient scaler: the same scales as PyTorch's, one decision for all ranks, and errors for calls out of order.
-use crate::common::{floats, ranks};
+use crate::common::{floats, golden, ranks};
 use candle_core::backprop::GradStore;
-use candle_core::{DType, Device, Tensor, Var, safetensors};
+use candle_core::{DType, Device, Tensor, Var};
 use candle_ddp::amp::{GradScaler, GradScalerOptions};
 use candle_ddp::checkpoint::StateDict;
 use candle_ddp::optim::{Optimizer, ParamsSgd, Sgd};
@@ -49,8 +49,7 @@ fn train(pg: &ProcessGroup, overflows: &[Option<usize>]) -> Result<(Vec<f32>, Ve
 
 #[test]
 fn the_scale_follows_pytorch_and_an_overflow_on_one_rank_counts_for_all() {
-    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/nn.safetensors");
-    let golden = safetensors::load(path, &Device::Cpu).unwrap();
+    let golden = golden("nn.safetensors");
     let golden = |name: &str| floats(&golden[&format!("scaler.{name}")]);
     for world in [1, 2, 3] {
         // A different rank overflows each time.

@@ -1,5 +1,5 @@
 //! Mixed precision and autocast learn as PyTorch's autocast does: `scripts/golden_autocast.py`.
-use crate::common::{ranks, reduced_in};
+use crate::common::{golden_json, ranks, reduced_in};
 use crate::sixteen_bits::net::block::Block;
 use candle_core::{D, DType, Device, IndexOp, Module, Result as CandleResult, Tensor};
 use candle_ddp::amp::{Autocast, GradScaler, GradScalerOptions};
@@ -227,8 +227,7 @@ fn distance(a: &[f64], b: &[f64]) -> f64 {
 }
 
 fn follows_autocast<G: Golden>() {
-    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/autocast.json");
-    let golden: serde_json::Value = serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap();
+    let golden = golden_json("autocast.json");
     let golden = |case: &str| -> Vec<f64> {
         let losses = golden[G::NAME][case].as_array().unwrap();
         losses[..G::STEPS].iter().map(|loss| loss.as_f64().unwrap()).collect()

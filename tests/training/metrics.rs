@@ -1,15 +1,8 @@
 //! Metrics, compared with torchmetrics': see golden/metrics.md.
-use crate::common::ranks;
-use candle_core::{DType, Device, Tensor, safetensors};
+use crate::common::{golden, ranks};
+use candle_core::{DType, Device, Tensor};
 use candle_ddp::metrics::*;
 use candle_ddp::{Error, ProcessGroup, Result};
-use std::collections::HashMap;
-
-type Golden = HashMap<String, Tensor>;
-
-fn golden() -> Golden {
-    safetensors::load_buffer(include_bytes!("../golden/metrics.safetensors"), &Device::Cpu).unwrap()
-}
 
 fn numbers(tensor: &Tensor) -> Vec<f64> {
     tensor.to_dtype(DType::F64).unwrap().flatten_all().unwrap().to_vec1().unwrap()
@@ -36,7 +29,7 @@ fn batches(pg: &ProcessGroup, tensors: &[&Tensor]) -> Result<Vec<Vec<Tensor>>> {
 
 #[test]
 fn metrics_are_those_of_torchmetrics_on_any_number_of_ranks() {
-    let golden = golden();
+    let golden = golden("metrics.safetensors");
     for world in 1..=4 {
         ranks(world, |pg| {
             for (name, classes, ignored) in [("samples", 5, None), ("pixels", 4, Some(255))] {

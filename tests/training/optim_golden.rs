@@ -3,26 +3,18 @@ use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_ddp::checkpoint::StateDict;
 use candle_ddp::optim::*;
-
 use std::collections::HashMap;
 
 const STEPS: usize = 100;
 
-struct Golden(HashMap<String, Tensor>);
+type Golden = HashMap<String, Tensor>;
 
-impl Golden {
-    fn load() -> Self {
-        let bytes = include_bytes!("../golden/optim.safetensors");
-        Self(candle_core::safetensors::load_buffer(bytes, &Device::Cpu).unwrap())
-    }
+fn golden() -> Golden {
+    crate::common::golden("optim.safetensors")
+}
 
-    fn get(&self, name: &str) -> &Tensor {
-        self.0.get(name).unwrap_or_else(|| panic!("the golden file has no {name}"))
-    }
-
-    fn rows(&self, name: &str) -> Vec<Vec<f64>> {
-        self.get(name).to_vec2().unwrap()
-    }
+fn rows(golden: &Golden, name: &str) -> Vec<Vec<f64>> {
+    golden[name].to_vec2().unwrap()
 }
 
 struct Problem {
@@ -34,7 +26,7 @@ struct Problem {
 
 impl Problem {
     fn new(golden: &Golden, dtype: DType) -> Result<Self> {
-        let get = |name| golden.get(name).to_dtype(dtype);
+        let get = |name| golden[name].to_dtype(dtype);
         Ok(Self { x: get("x")?, y: get("y")?, w: Var::from_tensor(&get("w")?)?, b: Var::from_tensor(&get("b")?)? })
     }
 
@@ -63,8 +55,8 @@ fn assert_near(actual: &[f64], expected: &[f64], tolerance: f64, what: &str) {
 
 /// Trains as PyTorch did: f64 must match almost exactly, and f32 must follow the trajectory of f64.
 fn run<R: UpdateRule>(name: &str, sparse: bool, groups: impl Fn(&Problem) -> Vec<ParameterGroup<R>>) {
-    let golden = Golden::load();
-    let expected = golden.rows(&format!("run.{name}"));
+    let golden = golden();
+    let expected = rows(&golden, &format!("run.{name}"));
     for (dtype, tolerance) in [(DType::F64, 1e-12), (DType::F32, 1e-5)] {
         let problem = Problem::new(&golden, dtype).unwrap();
         let mut optimizer = FusedOptimizer::from_groups(groups(&problem)).unwrap();
@@ -158,7 +150,7 @@ fn two_rates() -> Sgd {
 
 /// Runs a schedule; halfway it is saved, and a new one loads it.
 fn schedule<S: Schedule + Clone>(name: &str, options: S) {
-    let expected = Golden::load().rows(&format!("schedule.{name}"));
+    let expected = rows(&golden(), &format!("schedule.{name}"));
     let mut optimizer = two_rates();
     let mut scheduler = LrScheduler::new(&mut optimizer, options.clone()).unwrap();
     for (step, expected) in expected.iter().enumerate() {
@@ -192,8 +184,8 @@ fn schedules_follow_pytorch() {
 
 #[test]
 fn plateaus_are_found_where_pytorch_finds_them() {
-    let golden = Golden::load();
-    let metrics: Vec<f64> = golden.get("metrics").to_vec1().unwrap();
+    let golden = golden();
+    let metrics: Vec<f64> = golden["metrics"].to_vec1().unwrap();
     let min = ParamsReduceLrOnPlateau { factor: 0.5, patience: 3, cooldown: 2, min_lr: 0.001, ..Default::default() };
     let max = ParamsReduceLrOnPlateau {
         mode: PlateauMode::Max,
@@ -206,7 +198,7 @@ fn plateaus_are_found_where_pytorch_finds_them() {
     for (name, options, sign) in [("plateau", min, 1.), ("plateau_max", max, -1.)] {
         let mut optimizer = two_rates();
         let mut scheduler = ReduceLrOnPlateau::new(options.clone()).unwrap();
-        for (step, expected) in golden.rows(&format!("schedule.{name}")).iter().enumerate() {
+        for (step, expected) in rows(&golden, &format!("schedule.{name}")).iter().enumerate() {
             assert_near(&optimizer.learning_rates(), expected, 1e-15, &format!("{name}, step {step}"));
             let state = scheduler.state_dict().unwrap();
             scheduler = ReduceLrOnPlateau::new(options.clone()).unwrap();
@@ -219,8 +211,8 @@ fn plateaus_are_found_where_pytorch_finds_them() {
 
 #[test]
 fn clipping_follows_pytorch() {
-    let golden = Golden::load();
-    let x = golden.get("x").narrow(0, 0, 3).unwrap();
+    let golden = golden();
+    let x = golden["x"].narrow(0, 0, 3).unwrap();
     for transposed in [false, true] {
         let x = if transposed { x.t().unwrap().contiguous().unwrap().t().unwrap() } else { x.copy().unwrap() };
         let (v, w) =
@@ -231,12 +223,12 @@ fn clipping_follows_pytorch() {
             // A GradStore can only be obtained from a backward pass.
             let mut grads = v.sum_all().unwrap().backward().unwrap();
             grads.insert(&v, x.copy().unwrap());
-            grads.insert(&w, golden.get("b").copy().unwrap());
+            grads.insert(&w, golden["b"].copy().unwrap());
             grads
         };
         let check = |name: &str, norm: f64, grads: &GradStore| {
             let flat = |var| grads.get(var).unwrap().flatten_all().unwrap().to_vec1::<f64>().unwrap();
-            let expected: Vec<f64> = golden.get(&format!("clip.{name}")).to_vec1().unwrap();
+            let expected: Vec<f64> = golden[&format!("clip.{name}")].to_vec1().unwrap();
             assert_near(&[vec![norm], flat(&v), flat(&w)].concat(), &expected, 1e-12, name);
         };
         let mut store = grads();
@@ -257,11 +249,11 @@ fn clipping_follows_pytorch() {
 
 #[test]
 fn moving_averages_follow_pytorch() {
-    let golden = Golden::load();
+    let golden = golden();
     for (dtype, tolerance) in [(DType::F64, 1e-14), (DType::F32, 1e-6)] {
         let var = Var::zeros((2, 4), dtype, &Device::Cpu).unwrap();
         let mut ema = Ema::new(vec![("layer".to_string(), var.clone())], 0.9).unwrap();
-        let weights = golden.rows("ema.weights").into_iter().zip(golden.rows("ema.averages"));
+        let weights = rows(&golden, "ema.weights").into_iter().zip(rows(&golden, "ema.averages"));
         for (step, (weights, expected)) in weights.enumerate() {
             let weights = Tensor::from_vec(weights, (2, 4), &Device::Cpu).unwrap();
             var.set(&weights.to_dtype(dtype).unwrap()).unwrap();

@@ -1,7 +1,7 @@
 //! Muon, compared with PyTorch's: see golden/optim.md.
-use crate::common::{assert_error, floats, ranks, tensor, var};
+use crate::common::{assert_error, floats, golden, ranks, tensor, var};
 use candle_core::backprop::GradStore;
-use candle_core::{DType, Device, Result, Tensor, Var, safetensors};
+use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_ddp::checkpoint::StateDict;
 use candle_ddp::nn::autocast;
 use candle_ddp::optim::*;
@@ -26,7 +26,7 @@ fn gradients(vars: &[Var], gradients: &[Tensor]) -> GradStore {
 
 #[test]
 fn muon_follows_pytorch() {
-    let golden = safetensors::load_buffer(include_bytes!("../golden/optim.safetensors"), &Device::Cpu).unwrap();
+    let golden = golden("optim.safetensors");
     let base = ParamsMuon { lr: 0.02, ..Default::default() };
     let other = ParamsMuon {
         weight_decay: 0.,
