@@ -83,4 +83,3 @@ mod without_samples;
 mod zero;
 mod zero_and_plain;
 mod zero_buckets;
-mod zero_muon;

@@ -8,21 +8,14 @@ mod hybrid;
 mod muon;
 mod thawed;
 mod views;
-mod whole;
 
-use crate::common::{added_to, assert_error, going_on, of_zero, ranks, sharded};
+use crate::common::{assert_error, of_zero, ranks, sharded};
 use candle_core::{DType, Device, Module, Result, Tensor};
-use candle_ddp::amp::{Autocast, GradScaler};
-use candle_ddp::checkpoint::{self, Checkpointer, CheckpointerOptions, LoadOptions, StateDict};
-use candle_ddp::comm_hook::Fp16Compress;
+use candle_ddp::amp::Autocast;
 use candle_ddp::nn::{LayerNorm, Linear, add, gelu, layer_norm, linear, linear_no_bias, no_grad};
 use candle_ddp::optim::{AdamW, Optimizer, ParamsAdamW, ZeroRedundancyOptimizer};
-use candle_ddp::{
-    Backward, Block, DdpOptions, DistributedDataParallel, Error, JoinOptions, OnNonFinite, Precision, ProcessGroup,
-    Role, Sharding, SpawnOptions, backward_with, block, spawn_with,
-};
+use candle_ddp::{Block, DdpOptions, DistributedDataParallel, Error, Precision, ProcessGroup, Sharding, block};
 use candle_nn::{VarBuilder, VarMap};
-use std::sync::Arc;
 
 type Ddp = DistributedDataParallel<Net>;
 type Optim = ZeroRedundancyOptimizer<ParamsAdamW>;
@@ -117,7 +110,7 @@ fn same_bits(options: &DdpOptions, step: &Step) {
 }
 
 fn same_bits_of(make: &Make, options: &DdpOptions, step: &Step) {
-    for ranks in 1..=4 {
+    for ranks in 1..=3 {
         crate::common::ranks(ranks, |pg| {
             let plain = train(&pg, make, options.clone(), step)?;
             assert!(plain.0.iter().all(|loss| loss.is_finite()));
@@ -142,43 +135,10 @@ fn lower_precision_has_the_bits_of_plain_training() {
     for precision in [half, Precision::Autocast(Autocast::Products(DType::BF16))] {
         same_bits(&DdpOptions { precision, ..Default::default() }, &plain_step);
     }
-    same_bits(&DdpOptions::default(), &|ddp, optimizer, pg, number| {
-        let mut scaler = GradScaler::new(pg, ddp, Default::default())?;
-        let loss = loss(ddp, pg, number)?;
-        let mut grads = ddp.backward(&scaler.scale(&loss)?)?;
-        scaler.step(optimizer, &mut grads)?;
-        Ok(loss.to_scalar()?)
-    });
 }
 
-#[test]
-fn frozen_parameters_are_gathered_too() {
-    let role = Arc::new(|name: &str| if name.contains("second") { Role::Frozen } else { Role::Parameter });
-    same_bits(&DdpOptions { role, ..Default::default() }, &plain_step);
-}
-
-/// Steps with all kinds of passes.
-fn kinds() -> [&'static Step; 5] {
-    let clip: &Step = &|ddp, optimizer, pg, number| {
-        let loss = loss(ddp, pg, number)?;
-        let mut grads = ddp.backward(&loss)?;
-        optimizer.clip_grad_norm(&mut grads, 0.1)?;
-        optimizer.step(&grads)?;
-        Ok(loss.to_scalar()?)
-    };
-    let weighted: &Step = &|ddp, optimizer, pg, number| {
-        let loss = loss(ddp, pg, number)?;
-        let count = Some(1. + pg.rank() as f64);
-        optimizer.step(&backward_with(&loss, &[ddp], Backward { count, ..Default::default() })?)?;
-        Ok(loss.to_scalar()?)
-    };
-    let two_losses: &Step = &|ddp, optimizer, pg, number| {
-        let (first, second) = (loss(ddp, pg, number)?, loss(ddp, pg, 20 + number)?);
-        let mut grads = ddp.backward(&first)?;
-        backward_with(&second, &[ddp], added_to(&mut grads))?;
-        optimizer.step(&grads)?;
-        Ok(first.to_scalar()?)
-    };
+/// Steps with passes that `goes_with` does not make: two in one graph, and one that is left.
+fn kinds() -> [&'static Step; 2] {
     let one_graph: &Step = &|ddp, optimizer, pg, number| {
         let both = (loss(ddp, pg, number)? + loss(ddp, pg, 20 + number)?)?;
         optimizer.step(&ddp.backward(&both)?)?;
@@ -192,106 +152,12 @@ fn kinds() -> [&'static Step; 5] {
         ddp.forward(&batch(pg, 51)?)?;
         Ok(loss.to_scalar()?)
     };
-    [clip, weighted, two_losses, one_graph, evaluated]
+    [one_graph, evaluated]
 }
 
 #[test]
-fn all_kinds_of_passes_have_the_bits_of_plain_training() {
+fn several_passes_have_the_bits_of_plain_training() {
     kinds().into_iter().for_each(|step| same_bits(&DdpOptions::default(), step));
-}
-
-#[test]
-fn steps_that_are_not_finite_are_left_out() {
-    let options = DdpOptions { on_non_finite: Some(OnNonFinite::Skip { at_most: 3 }), ..Default::default() };
-    same_bits(&options, &|ddp, optimizer, pg, number| {
-        let factor = if number == 2 && pg.rank() == 0 { f64::INFINITY } else { 1. };
-        let loss = loss(ddp, pg, number)?;
-        optimizer.step(&ddp.backward(&(&loss * factor)?)?)?;
-        assert_eq!(ddp.skipped_steps(), u64::from(number >= 2));
-        Ok(loss.to_scalar()?)
-    });
-}
-
-/// The values of all parameters, as one rank would save them.
-fn saved(pg: &ProcessGroup, varmap: &VarMap, name: &str) -> candle_ddp::Result<Vec<(String, Vec<f32>)>> {
-    let path = std::env::temp_dir().join(format!("sharded-{name}-{}.safetensors", std::process::id()));
-    checkpoint::save_distributed(pg, varmap, &path)?;
-    let read = checkpoint::read(&path)?;
-    pg.barrier()?;
-    let mut values = Vec::new();
-    for (name, tensor) in read {
-        values.push((name, tensor.flatten_all()?.to_vec1()?));
-    }
-    values.sort_by(|(a, _), (b, _)| a.cmp(b));
-    if pg.rank() == 0 {
-        std::fs::remove_file(path).unwrap();
-    }
-    Ok(values)
-}
-
-#[test]
-fn checkpoints_move_between_numbers_of_ranks_and_kinds_of_models() {
-    let folder = |name: &str| std::env::temp_dir().join(format!("sharded-run-{name}-{}", std::process::id()));
-    let run = |ranks: usize, options: DdpOptions, from: Option<&str>, to: &str, steps: std::ops::Range<usize>| {
-        let to_folder = folder(to);
-        let mut all = crate::common::ranks(ranks, |pg| {
-            let mut varmap = VarMap::new();
-            let (ddp, mut optimizer) = made(&pg, &varmap, options.clone())?;
-            if let Some(from) = from {
-                let mut checkpointer = going_on(&pg, folder(from))?;
-                let parts = (("model", &mut varmap), ("optimizer", &mut optimizer));
-                assert_eq!(checkpointer.load_latest(parts)?, Some(1));
-            }
-            for step in steps.clone() {
-                // The same batch on all ranks, so that their number makes no difference.
-                let x = Tensor::arange(0f32, 12., &Device::Cpu)?.affine(0.1, step as f64)?.sin()?.reshape((4, 3))?;
-                let loss = ddp.forward(&x)?.sqr()?.mean_all()?;
-                optimizer.step(&ddp.backward(&loss)?)?;
-            }
-            let mut checkpointer = Checkpointer::new(&pg, &to_folder, CheckpointerOptions::default())?;
-            checkpointer.save(1, (("model", &mut varmap), ("optimizer", &mut optimizer)))?;
-            checkpointer.finish()?;
-            saved(&pg, &varmap, to)
-        });
-        all.remove(0)
-    };
-    let reference = run(1, DdpOptions::default(), None, "reference", 0..6);
-    run(3, sharded(), None, "three", 0..2);
-    run(2, sharded(), Some("three"), "two", 2..3);
-    run(1, DdpOptions::default(), Some("two"), "plain", 3..4);
-    run(4, sharded(), Some("plain"), "four", 4..5);
-    let last = run(2, DdpOptions::default(), Some("four"), "last", 5..6);
-    for name in ["reference", "three", "two", "plain", "four", "last"] {
-        std::fs::remove_dir_all(folder(name)).unwrap();
-    }
-    assert_eq!(reference.len(), last.len());
-    for ((name, expected), (same, values)) in reference.iter().zip(&last) {
-        assert_eq!(name, same);
-        let differences = expected.iter().zip(values).map(|(a, b)| (a - b).abs());
-        assert!(differences.fold(0., f32::max) < 1e-5, "{name}");
-    }
-}
-
-#[test]
-fn files_of_weights_load_into_pieces() {
-    ranks(3, |pg| {
-        let (whole, pieces) = (VarMap::new(), VarMap::new());
-        let (ddp, mut optimizer) = made(&pg, &whole, DdpOptions::default())?;
-        plain_step(&ddp, &mut optimizer, &pg, 0)?;
-        let path = std::env::temp_dir().join(format!("sharded-weights-{}.safetensors", std::process::id()));
-        checkpoint::save_distributed(&pg, &whole, &path)?;
-        let (_ddp, _optimizer) = made(&pg, &pieces, sharded())?;
-        checkpoint::load_distributed(&pg, &pieces, &path, LoadOptions::default())?;
-        let mut ranks = pieces.data().lock().unwrap()["layers.0.first.weight"].dims().to_vec();
-        assert_eq!(ranks.remove(0), 1, "a matrix of one row");
-        assert_eq!(saved(&pg, &pieces, "pieces")?, saved(&pg, &whole, "whole")?);
-        assert_error(checkpoint::save(&pieces, &path), &["save_distributed"]);
-        pg.barrier()?;
-        if pg.rank() == 0 {
-            std::fs::remove_file(path).unwrap();
-        }
-        Ok(())
-    });
 }
 
 /// Both ranks get an error, whose text contains these words.
@@ -313,10 +179,8 @@ fn what_cannot_be_combined_is_an_error_on_every_rank() {
         let pieces = new(&pg)?.named_parameters();
         AdamW::new(pieces, ParamsAdamW::default()).map(drop)
     });
-    refused("is sharded", |pg| new(&pg)?.register_comm_hook(Fp16Compress::default()));
     refused("needs the whole model", |pg| new(&pg)?.into_module().map(drop));
     refused("needs the whole model", |pg| new(&pg)?.with_no_grad_model(Net::new).map(drop));
-    refused("needs the whole model", |pg| new(&pg)?.join(JoinOptions::default(), || Ok(())).map(drop));
     refused("from_vars", |pg| {
         let varmap = VarMap::new();
         let net = Net::new(VarBuilder::from_varmap(&varmap, DType::F32, &Device::Cpu))?;
@@ -338,13 +202,6 @@ fn what_cannot_be_combined_is_an_error_on_every_rank() {
         };
         DistributedDataParallel::with_options(&pg, &VarMap::new(), build, sharded()).map(drop)
     });
-    let options = SpawnOptions { world_size: 2, virtual_ranks: Some(4), ..Default::default() };
-    spawn_with(options, |pg| {
-        let error = DistributedDataParallel::with_options(&pg, &VarMap::new(), Net::new, sharded()).unwrap_err();
-        assert!(error.to_string().contains("virtual ranks"), "{error}");
-        Ok(())
-    })
-    .unwrap();
 }
 
 #[test]
@@ -398,59 +255,66 @@ fn other_blocks_are_an_error_on_every_rank() {
     });
 }
 
+/// Checks that any model has the losses of a model that is not in blocks, also that of an evaluation, with this tolerance.
+fn trains_alike<M>(
+    build: fn(VarBuilder<'static>) -> Result<M>,
+    tolerance: f32,
+    loss: impl Fn(&DistributedDataParallel<M>, usize) -> candle_ddp::Result<Tensor> + Sync,
+) {
+    let train = |pg: &ProcessGroup, sharding| {
+        let options = DdpOptions { init_seed: Some(5), sharding, ..Default::default() };
+        let ddp = DistributedDataParallel::with_options(pg, &VarMap::new(), build, options)?;
+        let mut optimizer = ZeroRedundancyOptimizer::new(&ddp, ParamsAdamW { lr: 0.02, ..Default::default() })?;
+        let mut losses = Vec::new();
+        for step in 0..4 {
+            let loss = loss(&ddp, step)?;
+            losses.push(loss.to_scalar::<f32>()?);
+            optimizer.step(&ddp.backward(&loss)?)?;
+        }
+        losses.push(no_grad(|| loss(&ddp, 9))?.to_scalar()?);
+        Ok::<_, Error>(losses)
+    };
+    for world_size in [1, 3] {
+        ranks(world_size, |pg| {
+            let plain = train(&pg, Sharding::Optimizer { ranks: None })?;
+            for reshard_after_forward in [true, false] {
+                let sharded = train(&pg, Sharding::Blocks { reshard_after_forward, ranks: None })?;
+                let is_near = |(a, b): (&f32, &f32)| (a - b).abs() <= tolerance * b.abs().max(1.);
+                let what = format!("{world_size} ranks, reshard_after_forward: {reshard_after_forward}");
+                assert!(sharded.iter().zip(&plain).all(is_near), "{what}: {sharded:?}, not {plain:?}");
+            }
+            assert!(plain[0] != plain[3], "{plain:?}");
+            Ok(())
+        });
+    }
+}
+
 #[test]
 fn a_block_may_have_several_inputs_and_be_called_twice() {
-    ranks(3, |pg| {
-        let run = |options: DdpOptions| {
-            let build = |vb: VarBuilder<'static>| block(vb.pp("a"), |vb| linear(3, 3, vb));
-            let options = DdpOptions { init_seed: Some(1), ..options };
-            let ddp = DistributedDataParallel::with_options(&pg, &VarMap::new(), build, options)?;
-            let mut optimizer = ZeroRedundancyOptimizer::new(&ddp, ParamsAdamW::default())?;
-            let mut losses = Vec::new();
-            for step in 0..4 {
-                let x = batch(&pg, step)?;
-                let y = ddp.call(|layer| {
-                    let y = layer.call(&[&x, &x], |layer, x| layer.forward(&(&x[0] * &x[1])?))?;
-                    layer.forward(&y)
-                })?;
-                let loss = y.sqr()?.mean_all()?;
-                losses.push(loss.to_scalar::<f32>()?);
-                optimizer.step(&ddp.backward(&loss)?)?;
-            }
-            Ok::<_, Error>(losses)
-        };
-        assert_eq!(run(sharded())?, run(of_zero())?);
-        Ok(())
+    let build = |vb: VarBuilder<'static>| block(vb.pp("a"), |vb| linear(3, 3, vb));
+    trains_alike(build, 0., |ddp, step| {
+        let x = batch(ddp.process_group(), step)?;
+        let y = ddp.call(|layer| {
+            let y = layer.call(&[&x, &x], |layer, x| layer.forward(&(&x[0] * &x[1])?))?;
+            layer.forward(&y)
+        })?;
+        Ok(y.sqr()?.mean_all()?)
     });
 }
 
 #[test]
 fn ranks_may_use_different_parameters_of_a_block() {
-    let run = |pg: &ProcessGroup, options: DdpOptions| {
-        let build = |vb: VarBuilder<'static>| {
-            let layer = |index| block(vb.pp(index), Layer::new);
-            (0..4).map(layer).collect::<Result<Vec<_>>>()
+    let build =
+        |vb: VarBuilder<'static>| (0..4).map(|index| block(vb.pp(index), Layer::new)).collect::<Result<Vec<_>>>();
+    trains_alike(build, 0., |ddp, step| {
+        let pg = ddp.process_group();
+        let x = Tensor::cat(&[&batch(pg, step)?, &batch(pg, step + 1)?], 1)?;
+        let skips = pg.rank() == 1 && step > 0;
+        let one = move |layer: &Layer, x: &[Tensor]| {
+            if skips { layer.norm.forward(&x[0]) } else { layer.forward(&x[0]) }
         };
-        let options = DdpOptions { init_seed: Some(1), ..options };
-        let ddp = DistributedDataParallel::with_options(pg, &VarMap::new(), build, options)?;
-        let mut optimizer = ZeroRedundancyOptimizer::new(&ddp, ParamsAdamW::default())?;
-        let mut losses = Vec::new();
-        for step in 0..3 {
-            let x = Tensor::cat(&[&batch(pg, step)?, &batch(pg, step + 1)?], 1)?;
-            let skips = pg.rank() == 1 && step > 0;
-            let one = move |layer: &Layer, x: &[Tensor]| {
-                if skips { layer.norm.forward(&x[0]) } else { layer.forward(&x[0]) }
-            };
-            let y = ddp.call(|layers| layers.iter().try_fold(x, |x, layer| layer.call(&[&x], one)))?;
-            let loss = y.sqr()?.mean_all()?;
-            losses.push(loss.to_scalar::<f32>()?);
-            optimizer.step(&ddp.backward(&loss)?)?;
-        }
-        Ok::<_, Error>(losses)
-    };
-    ranks(3, |pg| {
-        assert_eq!(run(&pg, sharded())?, run(&pg, of_zero())?);
-        Ok(())
+        let y = ddp.call(|layers| layers.iter().try_fold(x, |x, layer| layer.call(&[&x], one)))?;
+        Ok(y.sqr()?.mean_all()?)
     });
 }
 

@@ -78,6 +78,9 @@ fn large_tensors_are_sent_in_parts_and_have_the_bytes_of_a_plain_save() {
         varmap.data().lock().unwrap().values().try_for_each(|var| var.set(&var.zeros_like()?))?;
         checkpoint::load(&varmap, &sharded)?;
         assert_eq!(values(&varmap), loaded);
+        // A piece is a matrix of one row, which nobody takes for the whole.
+        assert_eq!(varmap.data().lock().unwrap()["0.weight"].dims()[0], 1);
+        assert_error(checkpoint::save(&varmap, folder.path().join("pieces")), &["save_distributed"]);
         Ok(())
     });
     assert!(fs::read(&plain).unwrap() == fs::read(&sharded).unwrap(), "the files differ");

@@ -1,5 +1,5 @@
 //! A head that is trained first, then everything: the optimizer keeps its state, and the losses are PyTorch's.
-use crate::common::{Mlp, assert_error, ranks, sharding, sine, tensor};
+use crate::common::{Mlp, assert_error, golden_json, ranks, sharding, sine, tensor};
 use candle_core::{DType, Device, IndexOp, Tensor, Var};
 use candle_ddp::checkpoint::{self, Checkpointer, CheckpointerOptions, StateDict};
 use candle_ddp::optim::{
@@ -20,9 +20,7 @@ fn net(vb: VarBuilder) -> candle_core::Result<Mlp> {
 type Ddp = DistributedDataParallel<Mlp>;
 
 fn losses_of_pytorch() -> Vec<f64> {
-    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/freezing.json");
-    let golden: serde_json::Value = serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap();
-    golden["losses"].as_array().unwrap().iter().map(|loss| loss.as_f64().unwrap()).collect()
+    golden_json("freezing.json")["losses"].as_array().unwrap().iter().map(|loss| loss.as_f64().unwrap()).collect()
 }
 
 fn wrap(pg: &ProcessGroup, varmap: &VarMap, frozen: bool, zero: bool) -> Result<Ddp> {
@@ -96,20 +94,6 @@ fn a_group_that_is_added_trains_as_in_pytorch() {
         |ddp| Adam::new(ddp, params(0.05)),
         |ddp, mut optimizer| {
             optimizer.add_param_group(backbone(ddp, params(0.02)))?;
-            Ok(optimizer)
-        },
-    );
-    assert_pytorchs(&losses);
-}
-
-#[test]
-fn a_sharded_optimizer_moves_to_the_thawed_model() {
-    let losses = train(
-        true,
-        |ddp| ZeroRedundancyOptimizer::new(ddp, params(0.05)),
-        |ddp, mut optimizer| {
-            optimizer.add_param_group(backbone(ddp, params(0.02)))?;
-            assert_eq!(optimizer.learning_rates(), [0.05, 0.02]);
             Ok(optimizer)
         },
     );

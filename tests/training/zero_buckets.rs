@@ -131,13 +131,16 @@ fn what_has_accumulated_can_be_dropped() {
         let (ddp, other) = (wrap(&pg, true)?, wrap(&pg, false)?);
         let sgd = ParamsSgd { lr: 0.1, ..Default::default() };
         let mut optimizer = ZeroRedundancyOptimizer::new(&ddp, sgd.clone())?;
-        {
-            let _guard = ddp.no_sync();
-            backward(&ddp, 0, FACTORS)?;
+        let expected = gradients(&other, &backward(&other, 1, FACTORS)?);
+        for model in [&ddp, &other] {
+            let _guard = model.no_sync();
+            backward(model, 0, FACTORS)?;
+            model.zero_grad();
         }
-        ddp.zero_grad();
         optimizer.step(&backward(&ddp, 1, FACTORS)?)?;
-        Sgd::new(&other, sgd)?.step(&backward(&other, 1, FACTORS)?)?;
+        let grads = backward(&other, 1, FACTORS)?;
+        assert_eq!(gradients(&other, &grads), expected);
+        Sgd::new(&other, sgd)?.step(&grads)?;
         assert_eq!(values(&ddp), values(&other));
         Ok(())
     });

@@ -2,10 +2,12 @@
 use super::graphs::{Between, compete};
 use super::*;
 use crate::common::going_on;
-use candle_ddp::checkpoint::{Pretrained, load_adapter, save_adapter, save_tensors};
+use candle_ddp::Role;
+use candle_ddp::checkpoint::{self, Pretrained, load_adapter, save_adapter, save_tensors};
 use candle_ddp::nn::LoraConfig;
 use std::collections::HashMap;
 use std::path::Path;
+use std::sync::Arc;
 
 const SHAPES: [(&str, &[usize]); 6] = [
     ("norm.weight", &[WIDTH]),
@@ -131,6 +133,8 @@ fn a_run_with_spread_weights_continues_on_other_ranks_and_its_adapter_is_whole()
             pg.barrier()?;
             checkpointer.save(number, (("model", &mut varmap), ("optimizer", &mut optimizer)))?.wait()?;
             save_adapter(&pg, &config, &varmap, path("adapter"))?;
+            let written = checkpoint::read(path("adapter").join("adapter_model.safetensors"))?;
+            assert_eq!(written["base_model.model.layers.0.first.lora_A.weight"].dims(), [2, WIDTH], "{ranks} ranks");
             Ok((number, outputs(&ddp, &pg)?))
         });
         assert!(found.iter().all(|one| *one == found[0]) && last.is_none_or(|last| *last != found[0]));

@@ -45,6 +45,25 @@ fn update(ddp: &Ddp, optimizer: &mut Optim, ema: &mut Ema, number: u64) -> Resul
     ema.update()
 }
 
+/// The values with a moment of the optimizer.
+fn with_moment(mut values: Values, optimizer: &Optim) -> Result<Values> {
+    let moment = &optimizer.state_dict()?["state.stem.weight.exp_avg"];
+    values.insert("moment".to_string(), moment.flatten_all()?.to_vec1()?);
+    Ok(values)
+}
+
+/// Checks that the pieces of a model that several ranks have are those of the first of them.
+fn assert_saved_once(pg: &ProcessGroup, sharding: Sharding, parts: [&dyn StateDict; 2]) -> Result<()> {
+    let (Sharding::Blocks { ranks, .. } | Sharding::Optimizer { ranks }) = sharding else { return Ok(()) };
+    let is_copy = ranks.is_some_and(|ranks| pg.rank() >= ranks);
+    for part in parts {
+        let share = part.share()?;
+        let pieces = share.dict.keys().filter(|name| name.rsplit_once('@').is_some_and(|(_, at)| at != "shape"));
+        assert!(!share.spread.is_per_rank() || (pieces.count() == 0) == is_copy, "rank {}, {sharding:?}", pg.rank());
+    }
+    Ok(())
+}
+
 /// The averaged model after each second step of one process, which saves and loads nothing on the way.
 fn unbroken(steps: u64, decay: Option<f64>) -> Vec<Values> {
     let folder = tempfile::tempdir().unwrap();
@@ -57,7 +76,7 @@ fn unbroken(steps: u64, decay: Option<f64>) -> Vec<Values> {
             update(&ddp, &mut optimizer, &mut ema, number)?;
             if number % 2 == 1 {
                 ema.apply()?;
-                found.push(whole(&pg, &varmap, &folder.path().join("model"))?);
+                found.push(with_moment(whole(&pg, &varmap, &folder.path().join("model"))?, &optimizer)?);
                 ema.restore()?;
             }
         }
@@ -79,27 +98,40 @@ fn averaged(ranks: usize, sharding: Sharding, steps: Range<u64>, decay: Option<f
         steps.clone().try_for_each(|number| update(&ddp, &mut optimizer, &mut ema, number))?;
         let parts = (("model", &mut varmap), ("optimizer", &mut optimizer), ("ema", &mut ema));
         checkpointer.save(steps.end - 1, parts)?.wait()?;
+        assert_saved_once(&pg, sharding, [&varmap, &optimizer])?;
         let weights = whole(&pg, &varmap, &folder.join("model"))?;
         ema.apply()?;
         let averaged = whole(&pg, &varmap, &folder.join("model"))?;
         assert!(steps.start > 0 || averaged != weights);
         ema.restore()?;
         assert_eq!(whole(&pg, &varmap, &folder.join("model"))?, weights);
-        Ok(averaged)
+        with_moment(averaged, &optimizer)
     });
-    run.remove(0)
+    run.pop().unwrap()
 }
 
 #[test]
 fn averages_are_those_of_one_process_and_are_resumed_by_any_number_of_ranks() {
-    let blocks = Sharding::Blocks { reshard_after_forward: true, ranks: None };
-    let hybrid = Sharding::Blocks { reshard_after_forward: true, ranks: Some(2) };
-    let runs =
-        [(2, blocks), (1, blocks), (3, blocks), (2, Sharding::Optimizer { ranks: None }), (4, hybrid), (3, blocks)];
-    for decay in [Some(0.7), None] {
+    let blocks = |ranks| Sharding::Blocks { reshard_after_forward: true, ranks };
+    let zero = |ranks| Sharding::Optimizer { ranks };
+    let runs = [
+        (2, blocks(None)),
+        (3, blocks(None)),
+        (2, zero(None)),
+        (1, blocks(None)),
+        (2, zero(None)),
+        (4, blocks(Some(2))),
+        (2, blocks(None)),
+        (4, blocks(Some(1))),
+        (3, zero(None)),
+        (4, zero(Some(2))),
+        (2, zero(Some(1))),
+        (4, blocks(Some(2))),
+    ];
+    for (decay, runs) in [(Some(0.7), &runs[..]), (None, &runs[..4])] {
         let folder = tempfile::tempdir().unwrap();
         let expected = unbroken(2 * runs.len() as u64, decay);
-        for (number, (ranks, sharding)) in runs.into_iter().enumerate() {
+        for (number, (ranks, sharding)) in runs.iter().copied().enumerate() {
             let steps = 2 * number as u64..2 * number as u64 + 2;
             let found = averaged(ranks, sharding, steps, decay, folder.path());
             assert_same(&found, &expected[number], &format!("{ranks} ranks, {sharding:?}, decay: {decay:?}"));

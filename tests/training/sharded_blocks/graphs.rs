@@ -1,8 +1,8 @@
 //! Graphs that wait for their backward pass while something else is computed, and graphs that lack a block on some ranks.
 use super::*;
 use candle_ddp::Unused;
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
 
 type Generator = DistributedDataParallel<Linear>;
 

@@ -4,7 +4,7 @@ use crate::common::{going_on, ranks};
 use candle_core::{DType, Device, Result, Tensor};
 use candle_ddp::checkpoint::StateDict;
 use candle_ddp::optim::{Muon, MuonGroup, Optimizer, ParameterGroup, ParamsAdamW, ParamsMuon};
-use candle_ddp::{Block, DdpOptions, DistributedDataParallel, Precision, ProcessGroup, Sharding, block};
+use candle_ddp::{Block, DdpOptions, DistributedDataParallel, Error, Precision, ProcessGroup, Sharding, block};
 use candle_nn::{VarBuilder, VarMap};
 use std::ops::Range;
 use std::path::Path;
@@ -40,8 +40,8 @@ fn gradient(shape: &[usize], samples: Range<usize>, step: u64) -> Result<Tensor>
     Tensor::from_vec((0..shape.iter().product()).map(value).collect::<Vec<f64>>(), shape, &Device::Cpu)
 }
 
-/// A step with this rank's part of eight samples.
-fn step(ddp: &Ddp, optimizer: &mut dyn Optimizer, number: u64) -> candle_ddp::Result<()> {
+/// A step with this rank's part of eight samples, whose gradients have the norm that is returned.
+fn step(ddp: &Ddp, optimizer: &mut dyn Optimizer, number: u64, max_norm: f64) -> candle_ddp::Result<f64> {
     let (rank, part) = (ddp.process_group().rank(), 8 / ddp.process_group().world_size());
     let gradient = |shape: &[usize]| gradient(shape, rank * part..(rank + 1) * part, number);
     let loss = ddp.call(|net| {
@@ -53,8 +53,16 @@ fn step(ddp: &Ddp, optimizer: &mut dyn Optimizer, number: u64) -> candle_ddp::Re
         (parts + (&net.stem * gradient(&STEM)?)?.sum_all()?)? + (&net.head * gradient(&[2, 7])?)?.sum_all()?
     })?;
     let mut grads = ddp.backward(&loss)?;
-    optimizer.clip_grad_norm(&mut grads, 1e6)?;
-    optimizer.step(&grads)
+    let norm = optimizer.clip_grad_norm(&mut grads, max_norm)?;
+    optimizer.step(&grads)?;
+    Ok(norm)
+}
+
+/// The whole model, next to the norm of its last gradients.
+fn with_norm(pg: &ProcessGroup, varmap: &VarMap, norm: f64, folder: &Path) -> candle_ddp::Result<Values> {
+    let mut values = whole(pg, varmap, &folder.join("model"))?;
+    values.insert("norm".to_string(), vec![norm]);
+    Ok(values)
 }
 
 /// Muon's matrices, and all other parameters.
@@ -83,9 +91,9 @@ fn unbroken(steps: u64) -> Vec<Values> {
         let mut optimizer = Muon::from_groups(groups(&ddp))?;
         let mut found = Vec::new();
         for number in 0..steps {
-            step(&ddp, &mut optimizer, number)?;
+            let norm = step(&ddp, &mut optimizer, number, 1e6)?;
             if number % 2 == 1 {
-                found.push(whole(&pg, &varmap, &folder.path().join("model"))?);
+                found.push(with_norm(&pg, &varmap, norm, folder.path())?);
             }
         }
         Ok(found)
@@ -101,9 +109,9 @@ fn continued(ranks: usize, sharding: Sharding, steps: Range<u64>, folder: &Path)
         let mut optimizer = Muon::from_groups(groups(&ddp))?;
         let mut checkpointer = going_on(&pg, folder.join("run"))?;
         checkpointer.load_latest((("model", &mut varmap), ("optimizer", &mut optimizer)))?;
-        steps.clone().try_for_each(|number| step(&ddp, &mut optimizer, number))?;
+        let norm = steps.clone().try_fold(0., |_, number| step(&ddp, &mut optimizer, number, 1e6))?;
         checkpointer.save(steps.end - 1, (("model", &mut varmap), ("optimizer", &mut optimizer)))?.wait()?;
-        whole(&pg, &varmap, &folder.join("model"))
+        with_norm(&pg, &varmap, norm, folder)
     });
     run.remove(0)
 }
@@ -137,28 +145,40 @@ fn muon_trains_a_sharded_model_as_one_process_and_is_resumed_by_any_number_of_ra
 #[test]
 fn each_matrix_has_one_owner_that_has_its_state() {
     let blocks = |ranks| Sharding::Blocks { reshard_after_forward: true, ranks };
-    for (ranks, sharding) in [(3, blocks(None)), (4, blocks(Some(2))), (4, Sharding::Optimizer { ranks: Some(2) })] {
+    let zero = |ranks| Sharding::Optimizer { ranks };
+    // By size: experts 84, kernel 54, stem 35, wide 33.
+    const HALVES: &[&[&str]] = &[&["parts.experts", "parts.wide"], &["parts.kernel", "stem"]];
+    const THIRDS: &[&[&str]] = &[&["parts.experts"], &["parts.kernel"], &["parts.wide", "stem"]];
+    const QUARTERS: &[&[&str]] = &[&["parts.experts"], &["parts.kernel"], &["stem"], &["parts.wide"]];
+    for (ranks, sharding, owners) in [
+        (3, blocks(None), THIRDS),
+        (4, blocks(Some(2)), HALVES),
+        (1, zero(None), &[&["parts.experts", "parts.kernel", "parts.wide", "stem"][..]][..]),
+        (3, zero(None), THIRDS),
+        (4, zero(None), QUARTERS),
+        (4, zero(Some(2)), HALVES),
+    ] {
         let found = crate::common::ranks(ranks, |pg| {
             let ddp = wrap(&pg, &VarMap::new(), sharding)?;
+            let refused = Muon::new(&ddp, MuonGroup::Muon(Default::default())).map(drop).unwrap_err();
+            assert!(matches!(refused, Error::Parameter { .. }) && refused.to_string().contains("bias"), "{refused}");
             let mut optimizer = Muon::from_groups(groups(&ddp))?;
-            step(&ddp, &mut optimizer, 0)?;
+            assert!(step(&ddp, &mut optimizer, 0, 0.02)? > 0.02, "the test clips");
             let state = optimizer.share()?.dict;
-            let own = state.keys().filter_map(|key| key.strip_suffix(".momentum_buffer@0"));
+            let own = state.keys().filter_map(|key| key.strip_suffix(".momentum_buffer@0")?.strip_prefix("state."));
             let mut own: Vec<_> = own.map(str::to_string).collect();
             own.sort();
-            Ok((own, format!("{optimizer:?}"), optimizer.state_bytes()))
+            let saved = state.iter().filter(|(key, _)| key.contains("momentum_buffer@0") || key.contains("exp_avg"));
+            let saved: usize = saved.map(|(_, state)| 8 * state.elem_count()).sum();
+            Ok((own, format!("{optimizer:?}"), optimizer.state_bytes(), saved))
         });
-        let owned: Vec<_> = found.iter().map(|(own, ..)| own.clone()).collect();
-        let [kernel, experts, wide, stem] =
-            ["state.parts.kernel", "state.parts.experts", "state.parts.wide", "state.stem"].map(str::to_string);
-        match ranks {
-            // By size: experts 84, kernel 54, stem 35, wide 33.
-            3 => assert_eq!(owned, [vec![experts], vec![kernel], vec![wide, stem]]),
-            _ => {
-                // The other two have a copy, which is not saved.
-                assert_eq!(owned, [vec![experts, wide], vec![kernel, stem], vec![], vec![]]);
-                assert_eq!((found[0].2, found[1].2), (found[2].2, found[3].2));
-            }
+        let owned: Vec<_> = found.iter().map(|(own, ..)| own.iter().map(String::as_str).collect::<Vec<_>>()).collect();
+        assert_eq!(owned[..owners.len()], *owners, "{ranks} ranks, {sharding:?}");
+        // The others have a copy, which is not saved.
+        assert!(owned[owners.len()..].iter().all(Vec::is_empty), "{owned:?}");
+        for (rank, (.., held, _)) in found.iter().enumerate() {
+            let (.., of_owner, saved) = &found[rank % owners.len()];
+            assert!(held == of_owner && (held == saved || matches!(sharding, Sharding::Blocks { .. })), "{found:?}");
         }
         let debug = &found[0].1;
         let at = |text: &str| debug.find(text).unwrap_or_else(|| panic!("{text} is not in {debug}"));

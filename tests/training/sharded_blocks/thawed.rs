@@ -2,8 +2,11 @@
 use super::averages::{Values, assert_same, whole};
 use super::*;
 use crate::common::{going_on, waves};
+use candle_ddp::Role;
+use candle_ddp::checkpoint::{self, Checkpointer, CheckpointerOptions, LoadOptions, StateDict};
 use candle_ddp::optim::ParameterGroup;
 use std::path::Path;
+use std::sync::Arc;
 
 /// The steps with the head alone, and then with everything.
 const STEPS: u64 = 4;

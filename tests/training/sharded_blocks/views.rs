@@ -1,7 +1,7 @@
 //! Parameters, and views of them, that leave their block or their model.
 use super::*;
 use candle_ddp::nn::{Embedding, embedding, matmul};
-use std::sync::Mutex;
+use std::sync::{Arc, Mutex};
 
 const WORDS: usize = 8;
 
@@ -163,34 +163,10 @@ impl Twins {
 
 #[test]
 fn blocks_return_several_tensors() {
-    let train = |pg: &ProcessGroup, sharding: Sharding| -> candle_ddp::Result<(Vec<f32>, Vec<f32>)> {
-        let options = DdpOptions { sharding, init_seed: Some(5), ..Default::default() };
-        let ddp = DistributedDataParallel::with_options(pg, &VarMap::new(), Twins::new, options)?;
-        let mut optimizer = ZeroRedundancyOptimizer::new(&ddp, ParamsAdamW { lr: 0.02, ..Default::default() })?;
-        let x = |step: usize| -> candle_ddp::Result<Tensor> {
-            Ok(Tensor::cat(&[batch(pg, step)?, batch(pg, step + 50)?], 1)?)
-        };
-        let mut losses = Vec::new();
-        for step in 0..4 {
-            let loss = ddp.call(|net| net.forward(&x(step).unwrap())?.sqr()?.mean_all())?;
-            optimizer.step(&ddp.backward(&loss)?)?;
-            losses.push(loss.to_scalar::<f32>()?);
-        }
-        let evaluated = no_grad(|| ddp.call(|net| net.forward(&x(9).unwrap())))?;
-        Ok((losses, evaluated.flatten_all()?.to_vec1::<f32>()?))
-    };
-    for ranks in 1..=3 {
-        crate::common::ranks(ranks, |pg| {
-            let (plain, output) = train(&pg, Sharding::Optimizer { ranks: None })?;
-            assert!(plain[3] < plain[0], "{plain:?}");
-            for reshard_after_forward in [true, false] {
-                let sharding = Sharding::Blocks { reshard_after_forward, ranks: None };
-                let (losses, evaluated) = train(&pg, sharding)?;
-                // A recomputed sum of gradients may be rounded in another order.
-                let near = |a: &[f32], b: &[f32]| a.iter().zip(b).all(|(a, b)| (a - b).abs() <= 1e-5 * b.abs().max(1.));
-                assert!(near(&losses, &plain) && near(&evaluated, &output), "{ranks} ranks: {losses:?}, {plain:?}");
-            }
-            Ok(())
-        });
-    }
+    // A recomputed sum of gradients may be rounded in another order.
+    trains_alike(Twins::new, 1e-5, |ddp, step| {
+        let pg = ddp.process_group();
+        let x = Tensor::cat(&[batch(pg, step)?, batch(pg, step + 50)?], 1)?;
+        Ok(ddp.call(|net| net.forward(&x)?.sqr()?.mean_all())?)
+    });
 }
