@@ -93,63 +93,28 @@ const SMALL: ([usize; 3], u64) = ([4, 7, 3], 31);
 const LARGE: ([usize; 3], u64) = ([4, 12, 5], 32);
 const ADAPTER: ([usize; 3], u64) = ([3, 6, 5], 33);
 
-/// A student and an adapter learn from a teacher's outputs; if `with_adapter` is false, the teacher's adapter is not
-/// trained.
-pub(crate) fn distillation(pg: &ProcessGroup, options: &DdpOptions, with_adapter: bool) -> Result<Vec<f32>> {
+/// A student and an adapter learn from a teacher's outputs.
+pub(crate) fn distillation(pg: &ProcessGroup, options: &DdpOptions) -> Result<Vec<f32>> {
     let student = wrap(pg, SMALL.0, SMALL.1, options)?;
     let teacher = wrap(pg, LARGE.0, LARGE.1, options)?;
     let adapter = wrap(pg, ADAPTER.0, ADAPTER.1, options)?;
-    let trained =
-        if with_adapter { [student.parameters(), adapter.parameters()].concat() } else { student.parameters() };
-    let mut optimizer = SGD::new(trained, 0.2)?;
+    let mut optimizer = SGD::new([student.parameters(), adapter.parameters()].concat(), 0.2)?;
     for step in 0..STEPS {
         let x = batch(pg.world_size(), Some(pg.rank()), 4, step);
         let _frozen = teacher.freeze();
         let loss = mse(&adapter.forward(&student.forward(&x)?)?, &teacher.forward(&x)?)?;
-        let grads = if with_adapter {
-            backward_with(&loss, &[&student, &adapter], Backward::default())?
-        } else {
-            let _frozen = adapter.freeze();
-            student.backward(&loss)?
-        };
-        optimizer.step(&grads)?;
+        optimizer.step(&backward_with(&loss, &[&student, &adapter], Backward::default())?)?;
     }
     Ok(all_floats(&[student.parameters(), adapter.parameters(), teacher.parameters()].concat()))
 }
 
-pub(crate) fn plain_distillation(world_size: usize, with_adapter: bool) -> Vec<f32> {
+pub(crate) fn plain_distillation(world_size: usize) -> Vec<f32> {
     let [student, teacher, adapter] = [SMALL, LARGE, ADAPTER].map(|(sizes, seed)| Plain::new(sizes, seed));
-    let trained = if with_adapter { [&student.vars[..], &adapter.vars].concat() } else { student.vars.clone() };
-    let mut optimizer = SGD::new(trained, 0.2).unwrap();
+    let mut optimizer = SGD::new([&student.vars[..], &adapter.vars].concat(), 0.2).unwrap();
     for step in 0..STEPS {
         let x = batch(world_size, None, 4, step);
         let output = adapter.forward(&student.forward(&x).unwrap()).unwrap();
         optimizer.backward_step(&mse(&output, &teacher.forward(&x).unwrap()).unwrap()).unwrap();
     }
     all_floats(&[student.vars, adapter.vars, teacher.vars].concat())
-}
-
-const ENCODER: ([usize; 3], u64) = ([5, 9, 2], 41);
-const DECODER: ([usize; 3], u64) = ([2, 6, 5], 42);
-
-pub(crate) fn autoencoder(pg: &ProcessGroup, options: &DdpOptions) -> Result<Vec<f32>> {
-    let (encoder, decoder) = (wrap(pg, ENCODER.0, ENCODER.1, options)?, wrap(pg, DECODER.0, DECODER.1, options)?);
-    let mut optimizer = SGD::new([encoder.parameters(), decoder.parameters()].concat(), 0.2)?;
-    for step in 0..STEPS {
-        let x = batch(pg.world_size(), Some(pg.rank()), 5, step);
-        let loss = mse(&decoder.forward(&encoder.forward(&x)?)?, &x)?;
-        optimizer.step(&backward_with(&loss, &[&encoder, &decoder], Backward::default())?)?;
-    }
-    Ok(all_floats(&[encoder.parameters(), decoder.parameters()].concat()))
-}
-
-pub(crate) fn plain_autoencoder(world_size: usize) -> Vec<f32> {
-    let (encoder, decoder) = (Plain::new(ENCODER.0, ENCODER.1), Plain::new(DECODER.0, DECODER.1));
-    let mut optimizer = SGD::new([&encoder.vars[..], &decoder.vars].concat(), 0.2).unwrap();
-    for step in 0..STEPS {
-        let x = batch(world_size, None, 5, step);
-        let output = decoder.forward(&encoder.forward(&x).unwrap()).unwrap();
-        optimizer.backward_step(&mse(&output, &x).unwrap()).unwrap();
-    }
-    all_floats(&[encoder.vars, decoder.vars].concat())
 }

@@ -1,11 +1,10 @@
 //! DistributedDataParallel with ranks as threads: one test for each guarantee.
 use crate::common::{
-    Between, assert_close, assert_error, fill, filled, floats, of_zero, plain, pure, ranks, tensor, tiny, try_ranks,
-    values, var, with_role,
+    Between, assert_close, assert_error, fill, filled, floats, plain, pure, ranks, tensor, tiny, try_ranks, values,
+    var, with_role,
 };
 use candle_core::backprop::GradStore;
-use candle_core::{DType, Device, IndexOp, Module, Tensor, Var};
-use candle_ddp::optim::{ParamsSgd, ZeroRedundancyOptimizer};
+use candle_core::{DType, Device, Module, Tensor, Var};
 use candle_ddp::{
     Buckets, DdpOptions, DistributedDataParallel, Error, Failure, ProcessGroup, ReduceOp, Result, Role, Unused,
 };
@@ -93,50 +92,6 @@ fn assert_all_close(actual: &[Vec<f32>], expected: &[Vec<f32>], tolerance: f32, 
     assert_eq!((actual.len(), expected.len()), (NET_NAMES.len(), NET_NAMES.len()));
     for ((actual, expected), name) in actual.iter().zip(expected).zip(NET_NAMES) {
         assert_close(actual, expected, tolerance, &format!("{name}, {what}"));
-    }
-}
-
-/// Trains 20 steps; returns the losses and the final parameters.
-fn train_plain(x: &Tensor, y: &Tensor) -> (Vec<f32>, Vec<Vec<f32>>) {
-    let (net, varmap) = plain_net(7);
-    let vars = NET_NAMES.iter().map(|name| var(&varmap, name)).collect();
-    let mut optimizer = SGD::new(vars, 0.3).unwrap();
-    let mut losses = Vec::new();
-    for _ in 0..20 {
-        let loss = (net.forward(x).unwrap() - y).unwrap().sqr().unwrap().mean_all().unwrap();
-        losses.push(loss.to_scalar().unwrap());
-        optimizer.backward_step(&loss).unwrap();
-    }
-    (losses, NET_NAMES.iter().map(|name| floats(&var(&varmap, name))).collect())
-}
-
-#[test]
-fn ranks_train_like_one_process_with_the_whole_batch() {
-    for (world, options) in [(1, DdpOptions::default()), (2, DdpOptions::default()), (3, tiny())] {
-        let (x, y) = (tensor(&[world * 5, 4], 1), tensor(&[world * 5, 2], 2));
-        let (expected_losses, expected) = train_plain(&x, &y);
-        let trained = ranks(world, |pg| {
-            let (ddp, varmap) = wrap(&pg, options.clone())?;
-            let mine = |t: &Tensor| t.i(pg.rank() * 5..(pg.rank() + 1) * 5);
-            let (x, y) = (mine(&x)?, mine(&y)?);
-            let mut optimizer = SGD::new(ddp.parameters(), 0.3)?;
-            let mut losses = Vec::new();
-            for _ in 0..20 {
-                let loss = (ddp.forward(&x)? - &y)?.sqr()?.mean_all()?;
-                losses.push(loss.to_scalar::<f32>()?);
-                let grads = ddp.backward(&loss)?;
-                optimizer.step(&grads)?;
-            }
-            Ok((losses, NET_NAMES.iter().map(|name| floats(&var(&varmap, name))).collect::<Vec<_>>()))
-        });
-        for step in 0..20 {
-            let mean = trained.iter().map(|(losses, _)| losses[step]).sum::<f32>() / world as f32;
-            assert_close(&[mean], &[expected_losses[step]], 1e-5, &format!("loss {step}, {world} ranks"));
-        }
-        for (_, parameters) in &trained {
-            assert_all_close(parameters, &expected, 1e-5, &format!("{world} ranks"));
-            assert_eq!(parameters, &trained[0].1, "ranks must agree bit for bit");
-        }
     }
 }
 
@@ -294,31 +249,6 @@ fn a_parameter_that_no_rank_used_has_no_gradient() {
 }
 
 #[test]
-fn accumulated_gradients_can_be_given_up() {
-    ranks(2, |pg| {
-        let (ddp, varmap) = wrap(&pg, DdpOptions::default())?;
-        let gradients = || -> Result<_> {
-            let grads = ddp.backward(&loss(&ddp.forward(&batch(pg.rank()))?)?)?;
-            Ok(NET_NAMES.map(|name| gradient(&grads, &var(&varmap, name))))
-        };
-        let expected = gradients()?;
-        {
-            let _guard = ddp.no_sync();
-            ddp.backward(&loss(&ddp.forward(&batch(10 + pg.rank()))?)?)?;
-        }
-        ddp.zero_grad();
-        assert_eq!(gradients()?, expected);
-
-        let (ddp, _) = wrap(&pg, of_zero())?;
-        let mut optimizer = ZeroRedundancyOptimizer::new(&ddp, ParamsSgd::default())?;
-        let grads = ddp.backward(&loss(&ddp.forward(&batch(pg.rank()))?)?)?;
-        ddp.zero_grad();
-        assert_error(candle_ddp::optim::Optimizer::step(&mut optimizer, &grads), &["there are no new gradients"]);
-        Ok(())
-    });
-}
-
-#[test]
 fn no_sync_accumulates_until_the_next_synchronised_backward() {
     let world = 2;
     let out = ranks(world, |pg| {
@@ -355,23 +285,6 @@ fn no_sync_accumulates_until_the_next_synchronised_backward() {
         assert_all_close(synchronised, &mean(&sums), 1e-6, "synchronised");
         assert_all_close(fresh, &mean(&after), 1e-6, "of the next step");
     }
-}
-
-#[test]
-fn gradient_accumulation_equals_the_big_batch() {
-    let x = tensor(&[8, 4], 5);
-    let expected = reference(&x, &NET_NAMES, |net, x| net.forward(x));
-    let out = ranks(2, |pg| {
-        let (ddp, varmap) = wrap(&pg, DdpOptions::default())?;
-        let part = |k: usize| x.i((pg.rank() * 2 + k) * 2..(pg.rank() * 2 + k) * 2 + 2);
-        let micro_loss = |k: usize| -> Result<Tensor> { Ok((loss(&ddp.forward(&part(k)?)?)? / 2.0)?) };
-        let guard = ddp.no_sync();
-        ddp.backward(&micro_loss(0)?)?;
-        drop(guard);
-        let grads = ddp.backward(&micro_loss(1)?)?;
-        Ok(NET_NAMES.map(|name| gradient(&grads, &var(&varmap, name))))
-    });
-    out.iter().for_each(|actual| assert_all_close(actual, &expected, 1e-5, "the big batch"));
 }
 
 #[test]
@@ -670,21 +583,6 @@ fn a_backward_that_fails_on_one_rank_ends_the_group_on_all() {
         assert!(matches!(errors[rank], Error::Group(Failure::PeerFailed { peer: 1, .. })), "{}", errors[rank]);
         assert!(errors[rank].to_string().contains("no-gradient"), "{}", errors[rank]);
     }
-}
-
-#[test]
-fn in_a_world_of_one_a_failed_backward_can_be_repeated() {
-    ranks(1, |pg| {
-        let (ddp, varmap) = wrap(&pg, DdpOptions::default())?;
-        let bad = loss(&ddp.forward(&batch(0))?.apply_op1(Between(no_gradient))?)?;
-        assert!(ddp.backward(&bad).is_err());
-        let refused = loss(&ddp.forward(&batch(0))?)?.backward().expect_err("DDP's backward pass is over");
-        assert!(refused.to_string().contains("ddp.backward(&loss)"), "{refused}");
-        let grads = ddp.backward(&loss(&ddp.forward(&batch(0))?)?)?;
-        let expected = reference(&batch(0), &NET_NAMES, |net, x| net.forward(x));
-        assert_close(&gradient(&grads, &var(&varmap, NET_NAMES[0])), &expected[0], 1e-6, "after a failure");
-        Ok(())
-    });
 }
 
 #[test]

@@ -82,6 +82,7 @@ fn nothing_is_left_after_an_operation_has_failed() {
         for _ in 0..2 {
             assert_error(ddp.backward(&same), &["out of memory"]);
         }
+        assert_error(loss(&ddp, false)?.backward(), &["ddp.backward(&loss)"]);
         fails.store(false, Ordering::Relaxed);
         assert_eq!(gradients(&ddp, &same)?, expected, "the same graph");
         assert!(ddp.backward(&loss(&ddp, true)?).is_err());

@@ -218,7 +218,12 @@ impl Program<'_, '_> {
     /// The gradients of a step; None if it has been made.
     fn backward(&self, optimizer: &mut impl Optimizer, step: usize) -> Result<Option<GradStore>> {
         let (rank, ranks) = (self.pg.rank(), self.pg.world_size());
-        let (start, end) = (rank * ROWS / 2 / ranks, (rank + 1) * ROWS / 2 / ranks);
+        // With a count, ranks may have different numbers of rows, unless a collective takes the mean of their means.
+        let start = |rank: usize| match self.has(Count) && !self.has(WithGrad) {
+            true => ROWS / 2 * rank * (rank + 1) / (ranks * (ranks + 1)),
+            false => ROWS / 2 * rank / ranks,
+        };
+        let (start, end) = (start(rank), start(rank + 1));
         let mut own = vec![start..end, ROWS / 2 + start..ROWS / 2 + end];
         let pass = |ranges: &[Range<usize>], step, share, into: Option<&mut GradStore>| {
             let options = Backward { count: self.count(ranges), into, ..Default::default() };
@@ -312,7 +317,9 @@ fn options(pg: &ProcessGroup, with: &[Feature]) -> DdpOptions {
     let ranks = is_hybrid.then_some(pg.world_size() / 2);
     let sharding = match () {
         _ if has(ShardedOptimizer) || has(HybridOptimizer) => Sharding::Optimizer { ranks },
-        _ if has(ShardedBlocks) || has(HybridBlocks) => Sharding::Blocks { reshard_after_forward: true, ranks },
+        _ if has(ShardedBlocks) || has(HybridBlocks) => {
+            Sharding::Blocks { reshard_after_forward: has(ShardedBlocks), ranks }
+        }
         _ => Sharding::Off,
     };
     let is_frozen = has(Frozen);

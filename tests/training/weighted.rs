@@ -1,14 +1,12 @@
 //! Losses that are sums: `Backward::count` gives the mean over all samples of all ranks and micro-batches.
 use crate::common::{Mlp, assert_close, assert_error, counted, floats, pure, ranks, reduced_in, tensor};
 use candle_core::{DType, Device, Module, Tensor, Var};
-use candle_ddp::amp::{GradScaler, GradScalerOptions};
 use candle_ddp::comm_hook::{AllReduce, Bf16Compress, Noop};
-use candle_ddp::optim::{Optimizer, ParamsSgd, Sgd, ZeroRedundancyOptimizer};
+use candle_ddp::optim::{Optimizer, ParamsSgd, Sgd};
 use candle_ddp::{
-    Buckets, DdpOptions, DistributedDataParallel, Error, Failure, JoinOptions, ProcessGroup, Result, Sharding,
-    backward_with,
+    Buckets, DdpOptions, DistributedDataParallel, Error, Failure, JoinOptions, ProcessGroup, Result, backward_with,
 };
-use candle_nn::{VarBuilder, VarMap, linear};
+use candle_nn::{VarBuilder, VarMap};
 
 const STEPS: usize = 3;
 const LR: f64 = 0.5;
@@ -30,15 +28,15 @@ fn net(vb: VarBuilder) -> candle_core::Result<Mlp> {
 
 type Ddp = DistributedDataParallel<Mlp>;
 
-fn batch(rank: usize, step: usize, micro_batch: usize, dtype: DType) -> Result<(Tensor, Tensor)> {
+fn batch(rank: usize, step: usize, micro_batch: usize) -> Result<(Tensor, Tensor)> {
     // candle has no operations on tensors without elements, so a rank without samples has one that it does not count.
     let rows = counts(rank, step)[micro_batch].max(1);
     let seed = (100 * rank + 10 * step + micro_batch) as u64;
-    Ok((tensor(&[rows, 3], seed).to_dtype(dtype)?, tensor(&[rows, 2], 7 + seed).to_dtype(dtype)?))
+    Ok((tensor(&[rows, 3], seed).to_dtype(DType::F64)?, tensor(&[rows, 2], 7 + seed).to_dtype(DType::F64)?))
 }
 
 fn loss_sum(model: impl Fn(&Tensor) -> Result<Tensor>, rank: usize, step: usize, micro_batch: usize) -> Result<Tensor> {
-    let (x, y) = batch(rank, step, micro_batch, DType::F64)?;
+    let (x, y) = batch(rank, step, micro_batch)?;
     let sum = (model(&x)?.to_dtype(DType::F64)? - y)?.sqr()?.sum_all()?;
     Ok(if counts(rank, step)[micro_batch] == 0 { (sum * 0.)? } else { sum })
 }
@@ -186,43 +184,6 @@ fn a_local_hook_divides_by_the_own_count() {
     }
 }
 
-#[test]
-fn sharded_optimizers_get_the_same_mean() {
-    let results = ranks(3, |pg| {
-        let (varmap, ddp) = wrap(&pg, DdpOptions { sharding: Sharding::Optimizer { ranks: None }, ..in_f64() })?;
-        let mut optimizer = ZeroRedundancyOptimizer::new(&ddp, params())?;
-        for step in 0..STEPS {
-            let grads = backward(&pg, &ddp, step)?;
-            optimizer.step(&grads)?;
-        }
-        ddp.forward(&tensor(&[1, 3], 0).to_dtype(DType::F64)?)?;
-        Ok(weights(&varmap))
-    });
-    assert_all(&results, &single(3, false), 1e-6, "ZeRO");
-}
-
-#[test]
-fn scaled_losses_work() {
-    let results = ranks(3, |pg| {
-        let (varmap, ddp) = wrap(&pg, DdpOptions::default())?;
-        let mut optimizer = Sgd::new(&ddp, params())?;
-        let mut scaler = GradScaler::new(&pg, &ddp, GradScalerOptions::default())?;
-        for step in 0..STEPS {
-            for (micro_batch, count) in counts(pg.rank(), step).into_iter().enumerate() {
-                let _guard = ddp.sync_if(micro_batch == 1);
-                let loss = loss_sum(|x| ddp.forward(&x.to_dtype(DType::F32)?), pg.rank(), step, micro_batch)?;
-                let mut grads = backward_with(&scaler.scale(&loss)?, &[&ddp], counted(count as f64))?;
-                if micro_batch == 1 {
-                    assert!(scaler.step(&mut optimizer, &mut grads)?);
-                    scaler.update()?;
-                }
-            }
-        }
-        Ok(weights(&varmap))
-    });
-    assert_all(&results, &single(3, false), 1e-6, "GradScaler");
-}
-
 /// Rank 0 has one step, with a micro-batch that was not synchronised when its inputs ended.
 #[test]
 fn ranks_without_inputs_count_nothing_but_what_they_have_accumulated() {
@@ -262,20 +223,6 @@ fn ranks_without_inputs_count_nothing_but_what_they_have_accumulated() {
         }
         assert_all(&results, &weights(&varmap), 1e-6, "join");
     }
-}
-
-#[test]
-fn two_models_share_the_count() {
-    let results = ranks(3, |pg| {
-        let (_, first) = wrap(&pg, in_f64())?;
-        let second = DistributedDataParallel::with_options(&pg, &VarMap::new(), |vb| linear(2, 1, vb), in_f64())?;
-        let (x, _) = batch(pg.rank(), 0, 1, DType::F64)?;
-        let loss = second.forward(&first.forward(&x)?)?.sum_all()?;
-        let grads = backward_with(&loss, &[&first, &second], counted(x.dim(0)? as f64))?;
-        Ok(floats(grads.get(&second.parameters()[1]).unwrap()))
-    });
-    // The gradient of the bias of the last layer: the mean of ones.
-    assert_all(&results, &[1.], 1e-6, "two models");
 }
 
 /// The loss of a rank without samples may be a constant.
