@@ -1,11 +1,12 @@
-//! PowerSGD, a hook that drops parts of a gradient and adds them later.
+//! PowerSGD, a hook that drops parts of a gradient and adds them later, and what all hooks that compress have in common.
 use crate::common::{
-    assert_close, assert_error, buckets, failing, fill, filled, floats, going_on, ranks, tensor, tiny, try_ranks,
+    assert_close, assert_error, buckets, failing, fill, filled, floats, going_on, golden, ranks, tensor, tiny,
+    try_ranks,
 };
 use crate::weights::{Model, SHAPES, Shapes, backward, flat, full, model, small_buckets, wrap};
-use candle_core::{DType, Device, Module, Tensor, safetensors};
+use candle_core::{DType, Device, Module, Tensor};
 use candle_ddp::checkpoint::{Checkpointer, CheckpointerOptions, StateDict};
-use candle_ddp::comm_hook::{AllReduce, CommHook, Int8Compress, PowerSgd, PowerSgdOptions};
+use candle_ddp::comm_hook::{AllReduce, CommHook, Fp16Compress, Int8Compress, PowerSgd, PowerSgdOptions};
 use candle_ddp::optim::{ParamsReduceLrOnPlateau, ReduceLrOnPlateau};
 use candle_ddp::{Buckets, DdpOptions, DistributedDataParallel, Error, Precision, Result};
 use candle_nn::{Optimizer, SGD, VarBuilder, VarMap};
@@ -55,8 +56,7 @@ fn distance(a: &[f32], b: &[f32]) -> f32 {
 fn power_sgd_matches_pytorch() {
     const SHAPES: Shapes =
         &[("wide", &[6, 40]), ("bias", &[6]), ("conv", &[16, 3, 3, 3]), ("small", &[3, 4]), ("tall", &[50, 7])];
-    let golden = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/comm_hook.safetensors");
-    let golden = safetensors::load(golden, &Device::Cpu).unwrap();
+    let golden = golden("comm_hook.safetensors");
     let defaults = PowerSgdOptions { start_iter: 0, seed: 3, ..Default::default() };
     let rank_2 = PowerSgdOptions { matrix_approximation_rank: 2, ..defaults };
     let cases = [
@@ -169,63 +169,76 @@ fn power_sgd_with_error_feedback_loses_nothing() {
     assert!(distance(&late, &plain_sum(2, 30)) > 0.3, "lost");
 }
 
-#[test]
-fn ranks_may_use_different_parameters_and_resume_unused_ones() {
-    ranks(3, |pg| {
-        let ddp = wrap(&pg, SHAPES, small_buckets())?;
-        ddp.register_comm_hook(power_sgd(3))?;
-        for step in 0..6 {
-            // No rank uses `a` for three steps, then only rank 1; two ranks at a time use `conv`.
-            let gradients = |rank: usize| {
-                let mut gradients = thin(rank, step);
-                if step < 3 || rank != 1 {
-                    gradients[0] = None;
-                }
-                if rank == step % 3 {
-                    gradients[2] = None;
-                }
-                gradients
-            };
-            let out = backward(&ddp, &gradients(pg.rank()))?;
-            assert_eq!(out[0].is_some(), step >= 3, "step {step}");
-            for index in (0..4).filter(|index| *index > 0 || step >= 3) {
-                let expected = mean(3, |rank| {
-                    let unused = Tensor::zeros(SHAPES[index].1, DType::F32, &Device::Cpu).unwrap();
-                    vec![Some(gradients(rank)[index].clone().unwrap_or(unused))]
-                });
-                let what = format!("step {step}, {}", SHAPES[index].0);
-                assert_close(&floats(out[index].as_ref().unwrap()), &expected, 1e-5, &what);
-            }
-        }
-        Ok(())
-    });
-}
+/// A hook for gradients whose matrices have rank 1, and how exact its means are, in f32 and in 16 bits.
+type Hook = (&'static str, fn(&Model) -> Result<()>, [f32; 2]);
+
+const HOOKS: [Hook; 3] = [
+    ("PowerSgd", |ddp| ddp.register_comm_hook(power_sgd(3)), [1e-4, 2e-2]),
+    ("Int8Compress", |ddp| ddp.register_comm_hook(Int8Compress::default()), [0.05, 0.05]),
+    ("Fp16Compress", |ddp| ddp.register_comm_hook(Fp16Compress::default()), [2e-3, 2e-2]),
+];
 
 #[test]
-fn non_finite_gradients_reach_all_ranks_and_do_not_persist() {
-    for bad in [f32::INFINITY, f32::NAN] {
-        ranks(2, |pg| {
+fn ranks_may_use_different_parameters_and_resume_unused_ones() {
+    for (name, register, [tolerance, _]) in HOOKS {
+        ranks(3, |pg| {
             let ddp = wrap(&pg, SHAPES, small_buckets())?;
-            ddp.register_comm_hook(power_sgd(3))?;
-            for step in 0..5 {
-                let mut gradients = thin(pg.rank(), step);
-                if step == 2 && pg.rank() == 1 {
-                    let spoilt = gradients[0]
-                        .as_ref()
-                        .unwrap()
-                        .slice_assign(&[3..4, 5..6], &Tensor::full(bad, (1, 1), &Device::Cpu)?)?;
-                    gradients[0] = Some(spoilt);
-                }
-                let out = backward(&ddp, &gradients)?;
-                if step == 2 {
-                    let finite = floats(out[0].as_ref().unwrap()).iter().all(|value| value.is_finite());
-                    assert!(!finite, "{bad} on rank 1 did not reach rank {}", pg.rank());
-                } else {
-                    assert_close(&flat(&out), &mean(2, |rank| thin(rank, step)), 1e-4, &format!("step {step}"));
+            register(&ddp)?;
+            for step in 0..6 {
+                // No rank uses `a` for three steps, then only rank 1; two ranks at a time use `conv`.
+                let gradients = |rank: usize| {
+                    let mut gradients = thin(rank, step);
+                    if step < 3 || rank != 1 {
+                        gradients[0] = None;
+                    }
+                    if rank == step % 3 {
+                        gradients[2] = None;
+                    }
+                    gradients
+                };
+                let out = backward(&ddp, &gradients(pg.rank()))?;
+                assert_eq!(out[0].is_some(), step >= 3, "{name}, step {step}");
+                for index in (0..4).filter(|index| *index > 0 || step >= 3) {
+                    let expected = mean(3, |rank| {
+                        let unused = Tensor::zeros(SHAPES[index].1, DType::F32, &Device::Cpu).unwrap();
+                        vec![Some(gradients(rank)[index].clone().unwrap_or(unused))]
+                    });
+                    let what = format!("{name}, step {step}, {}", SHAPES[index].0);
+                    assert_close(&floats(out[index].as_ref().unwrap()), &expected, tolerance, &what);
                 }
             }
             Ok(())
         });
+    }
+}
+
+#[test]
+fn non_finite_gradients_reach_all_ranks_and_do_not_persist() {
+    // Also in a block's last element, which is filled up.
+    for (bad, [row, column]) in [(f32::INFINITY, [3, 5]), (f32::NAN, [0, 0]), (f32::NEG_INFINITY, [11, 9])] {
+        for (name, register, [tolerance, _]) in HOOKS {
+            ranks(3, |pg| {
+                let ddp = wrap(&pg, SHAPES, small_buckets())?;
+                register(&ddp)?;
+                for step in 0..4 {
+                    let mut gradients = thin(pg.rank(), step);
+                    if step == 1 && pg.rank() == 2 {
+                        let ranges = [row..row + 1, column..column + 1];
+                        let spoilt = Tensor::full(bad, (1, 1), &Device::Cpu)?;
+                        gradients[0] = Some(gradients[0].as_ref().unwrap().slice_assign(&ranges, &spoilt)?);
+                    }
+                    let out = backward(&ddp, &gradients)?;
+                    if step == 1 {
+                        let finite = floats(out[0].as_ref().unwrap()).iter().all(|value| value.is_finite());
+                        assert!(!finite, "{name}: {bad} on rank 2 did not reach rank {}", pg.rank());
+                    } else {
+                        let what = format!("{name}, {bad}, step {step}");
+                        assert_close(&flat(&out), &mean(3, |rank| thin(rank, step)), tolerance, &what);
+                    }
+                }
+                Ok(())
+            });
+        }
     }
 }
 
@@ -233,29 +246,62 @@ fn non_finite_gradients_reach_all_ranks_and_do_not_persist() {
 fn other_dtypes_work() {
     let half = |param_dtype| Precision::Half { param_dtype, buffer_dtype: None };
     let cases = [
-        (DType::F64, Precision::Pure(DType::F64), None, 1e-6),
-        (DType::BF16, Precision::Pure(DType::BF16), None, 2e-2),
-        (DType::F32, half(DType::F16), None, 3e-3),
-        (DType::F32, half(DType::BF16), Some(DType::F32), 2e-2),
+        (DType::F64, Precision::Pure(DType::F64), None),
+        (DType::BF16, Precision::Pure(DType::BF16), None),
+        (DType::F32, half(DType::F16), None),
+        (DType::F32, half(DType::BF16), Some(DType::F32)),
+        (DType::F32, Precision::default(), Some(DType::BF16)),
     ];
-    for (dtype, precision, reduce_dtype, tolerance) in cases {
-        ranks(2, |pg| {
-            let options = DdpOptions {
-                precision,
-                buckets: Buckets { reduce_dtype, ..small_buckets().buckets },
-                ..small_buckets()
-            };
-            let ddp = wrap(&pg, SHAPES, options)?;
-            ddp.register_comm_hook(power_sgd(3))?;
-            for step in 0..2 {
-                let out = backward(&ddp, &thin(pg.rank(), step))?;
-                assert!(out.iter().flatten().all(|gradient| gradient.dtype() == dtype));
-                let what = format!("{precision:?}, {reduce_dtype:?}");
-                assert_close(&flat(&out), &mean(2, |rank| thin(rank, step)), tolerance, &what);
-            }
-            Ok(())
-        });
+    for (dtype, precision, reduce_dtype) in cases {
+        for (name, register, [exact, rounded]) in HOOKS {
+            let tolerance = if precision == Precision::Pure(DType::F64) { exact } else { rounded };
+            ranks(2, |pg| {
+                let buckets = Buckets { reduce_dtype, ..small_buckets().buckets };
+                let ddp = wrap(&pg, SHAPES, DdpOptions { precision, buckets, ..small_buckets() })?;
+                register(&ddp)?;
+                for step in 0..2 {
+                    let out = backward(&ddp, &thin(pg.rank(), step))?;
+                    assert!(out.iter().flatten().all(|gradient| gradient.dtype() == dtype), "the variables'");
+                    let what = format!("{name}, {precision:?}, {reduce_dtype:?}");
+                    assert_close(&flat(&out), &mean(2, |rank| thin(rank, step)), tolerance, &what);
+                }
+                let sent = ddp.comm_hook_traffic().unwrap().1;
+                assert!(name != "Fp16Compress" || sent == Some(2 * (253 * 2 + 5)), "{name}: {sent:?} bytes");
+                Ok(())
+            });
+        }
     }
+}
+
+#[test]
+fn the_state_of_another_hook_or_model_is_refused() {
+    ranks(1, |pg| {
+        let low_rank = || model(&pg, power_sgd(1), DdpOptions::default());
+        assert!(wrap(&pg, SHAPES, DdpOptions::default())?.comm_hook_state().is_none());
+        let none = model(&pg, AllReduce::default(), DdpOptions::default())?;
+        let state = |ddp: &Model| ddp.comm_hook_state().expect("a hook").state_dict();
+        let ddp = low_rank()?;
+        backward(&ddp, &full(SHAPES, 0, 0))?;
+        let of_a_schedule = ReduceLrOnPlateau::new(ParamsReduceLrOnPlateau::default())?.state_dict()?;
+        for (other, state) in [(none, &state(&ddp)?), (low_rank()?, &of_a_schedule)] {
+            let error = other.comm_hook_state().expect("a hook").load_state_dict(state).unwrap_err();
+            assert!(matches!(error, Error::Parameter { .. }), "{error}");
+        }
+        // The state of a model whose parameters have other shapes.
+        let shapes: Shapes = &[("a", &[10, 12]), ("bias", &[3])];
+        let gradients = shapes.iter().map(|(_, shape)| Some(tensor(shape, 1))).collect::<Vec<_>>();
+        for (name, register, _) in &HOOKS[..2] {
+            let [ddp, other] = [wrap(&pg, SHAPES, DdpOptions::default())?, wrap(&pg, shapes, DdpOptions::default())?];
+            register(&ddp)?;
+            register(&other)?;
+            backward(&ddp, &full(SHAPES, 0, 0))?;
+            let state = state(&ddp)?;
+            assert!(*name == "PowerSgd" || state["a.error"].dims() == [120], "{name}");
+            other.comm_hook_state().expect("a hook").load_state_dict(&state)?;
+            assert_error(backward(&other, &gradients), &["has another shape or dtype"]);
+        }
+        Ok(())
+    });
 }
 
 /// The losses before and after `steps` steps of a regression with 24 × 16 weights; each rank has its own data.
@@ -400,30 +446,4 @@ fn hook_state_is_saved_and_loaded() {
     resume(Int8Compress::default);
     let options = PowerSgdOptions { start_iter: 4, min_compression_rate: 1.01, ..Default::default() };
     resume(|| PowerSgd::new(options).unwrap());
-}
-
-#[test]
-fn the_state_of_another_hook_is_refused() {
-    ranks(1, |pg| {
-        let low_rank = || model(&pg, power_sgd(1), DdpOptions::default());
-        let ddp = low_rank()?;
-        backward(&ddp, &full(SHAPES, 0, 0))?;
-        let plain = wrap(&pg, SHAPES, DdpOptions::default())?;
-        assert!(plain.comm_hook_state().is_none());
-        let none = model(&pg, AllReduce::default(), DdpOptions::default())?;
-        let state = ddp.comm_hook_state().expect("a hook").state_dict()?;
-        let of_a_schedule = ReduceLrOnPlateau::new(ParamsReduceLrOnPlateau::default())?.state_dict()?;
-        for (other, state) in [(none, &state), (low_rank()?, &of_a_schedule)] {
-            let error = other.comm_hook_state().expect("a hook").load_state_dict(state).unwrap_err();
-            assert!(matches!(error, Error::Parameter { .. }), "{error}");
-        }
-        // The state of a model whose parameters have other shapes.
-        let shapes: Shapes = &[("a", &[10, 12]), ("bias", &[3])];
-        let gradients = shapes.iter().map(|(_, shape)| Some(tensor(shape, 1))).collect::<Vec<_>>();
-        let ddp = wrap(&pg, shapes, DdpOptions::default())?;
-        ddp.register_comm_hook(power_sgd(1))?;
-        ddp.comm_hook_state().expect("a hook").load_state_dict(&state)?;
-        assert_error(backward(&ddp, &gradients), &["has another shape or dtype"]);
-        Ok(())
-    });
 }

@@ -7,6 +7,7 @@ use candle_ddp::optim::*;
 use candle_ddp::{
     Buckets, DdpOptions, JoinOptions, OnNonFinite, Precision, ProcessGroup, ReplicaCheck, Result, Role, Sharding,
 };
+use candle_ddp_testing::Random;
 use candle_nn::{VarBuilder, VarMap, linear, linear_no_bias};
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -47,14 +48,14 @@ fn train(
     Ok((bits(&varmap, &optimizer)?, calls))
 }
 
-/// Compares one call with two, on one to three ranks. Returns the calls of the optimizer with one, on each rank.
+/// Compares one call with two, on one rank and on three. Returns the calls of the optimizer with one, on each rank.
 #[track_caller]
 fn assert_same(
     options: impl Fn() -> DdpOptions + Sync,
     new: impl Fn(&Ddp) -> Result<Box<dyn Optimizer>> + Sync,
 ) -> Vec<[usize; 3]> {
     let mut calls = Vec::new();
-    for world_size in [1, 2, 3] {
+    for world_size in [1, 3] {
         let trained = ranks(world_size, |pg| {
             let (expected, _) = train(&pg, options(), &new, false)?;
             let (found, calls) = train(&pg, options(), &new, true)?;
@@ -193,32 +194,6 @@ fn in_passes_that_decide_at_their_end() {
     assert!(assert_same(tiny, hooked).iter().all(|calls| *calls == WHOLE));
 }
 
-/// Micro-batches, of which the last one makes the step, with gradients that only earlier ones have.
-#[test]
-fn with_what_has_accumulated() {
-    let train = |pg: &ProcessGroup, in_one: bool| -> Result<Bits> {
-        let (ddp, varmap) = wrap(pg, tiny())?;
-        let mut optimizer = adamw(&ddp)?;
-        for step in 0..STEPS {
-            {
-                let _guard = ddp.no_sync();
-                ddp.backward(&loss(&ddp, step + 1)?)?;
-            }
-            let loss = loss(&ddp, step)?;
-            match in_one {
-                true => ddp.backward_and_step(&loss, &mut optimizer).map(drop)?,
-                false => Optimizer::step(&mut optimizer, &ddp.backward(&loss)?)?,
-            }
-        }
-        bits(&varmap, &optimizer)
-    };
-    for world_size in [1, 2, 3] {
-        for [expected, found] in ranks(world_size, |pg| Ok([train(&pg, false)?, train(&pg, true)?])) {
-            assert_eq!(found, expected);
-        }
-    }
-}
-
 #[test]
 fn with_uneven_inputs() {
     let train = |pg: &ProcessGroup, in_one: bool| -> Result<(Bits, [usize; 3])> {
@@ -246,18 +221,7 @@ fn with_uneven_inputs() {
     }
 }
 
-/// Random numbers, the same on all ranks.
-struct Random(u64);
-
-impl Random {
-    fn below(&mut self, bound: u64) -> u64 {
-        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
-        let mixed = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-        (mixed ^ (mixed >> 27)) % bound
-    }
-}
-
-/// Models of random layers, in random buckets, of which each rank uses a random part in each pass.
+/// Models of random layers, in random buckets, of which each rank uses a random part in each pass. Some accumulate.
 #[test]
 fn at_random() {
     const SEEDS: u64 = 12;
@@ -308,7 +272,7 @@ fn at_random() {
             }
             bits(&varmap, &*optimizer)
         };
-        for world_size in [1, 2, 3] {
+        for world_size in [1, 2 + seed as usize % 2] {
             for [expected, found] in ranks(world_size, |pg| Ok([train(&pg, false)?, train(&pg, true)?])) {
                 assert_eq!(found, expected, "seed {seed}, {world_size} ranks");
             }
