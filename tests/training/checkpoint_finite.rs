@@ -87,6 +87,7 @@ fn the_last_finite_checkpoints_stay_and_are_loaded() {
             assert!(run.losses.0[0].is_nan());
             assert_eq!(checkpointer.steps()?, [2, 3, 6]);
             assert!(checkpointer.load_step(6, &mut run)?);
+            assert!(!checkpointer.load_step(5, &mut run)?);
             assert_eq!(run.value(), 6.);
             // The run continues from step 3. What diverged goes when the run is as far.
             assert_eq!(checkpointer.load_latest(&mut run)?, Some(3));

@@ -1,6 +1,6 @@
 //! Ranks with different numbers of batches: `join` trains the same weights as one process that sees the same batches.
 use crate::common::{
-    added_to, assert_close, assert_error, floats, pure, ranks, sharding, sine, tensor, tiny, try_ranks,
+    added_to, assert_close, assert_error, floats, golden_json, pure, ranks, sharding, sine, tensor, tiny, try_ranks,
 };
 use candle_core::{DType, Device, Module, Tensor, Var};
 use candle_ddp::amp::{GradScaler, GradScalerOptions};
@@ -153,9 +153,7 @@ fn uneven_inputs_train_as_in_one_process() {
 
 #[test]
 fn what_pytorch_trains_comes_out() {
-    let golden = std::fs::read("tests/golden/join.json").unwrap();
-    let golden: serde_json::Value = serde_json::from_slice(&golden).unwrap();
-    for case in golden.as_array().unwrap() {
+    for case in golden_json("join.json").as_array().unwrap() {
         let batches: Vec<usize> = serde_json::from_value(case["batches"].clone()).unwrap();
         let results = ranks(batches.len(), |pg| {
             let (varmap, ddp) = wrap(&pg)?;
@@ -229,46 +227,32 @@ fn join_steps(
 #[test]
 fn zero_steps_on_ranks_without_inputs() {
     for (batches, with_state) in [(&[1, 3][..], None), (&[2, 0, 4], None), (&[2, 0, 4, 1], Some(2))] {
-        let train = |sharding: Sharding| {
-            ranks(batches.len(), move |pg| {
-                let (varmap, ddp) = wrap_with(&pg, sharding)?;
-                let mine = batches[pg.rank()];
-                let lr = |step: usize| 0.05 / (step + 1) as f64;
-                let step_of = |optimizer: &mut dyn Optimizer, step: usize| {
-                    let mut grads = ddp.backward(&loss(&ddp, pg.rank(), step)?)?;
-                    optimizer.set_learning_rates(&[lr(step)])?;
-                    optimizer.clip_grad_norm(&mut grads, 0.1)?;
-                    optimizer.step(&grads)
-                };
-                join_steps(&ddp, mine, sharding != Sharding::Off, step_of)?;
-                Ok(weights(&varmap))
-            })
-        };
-        let sharded = train(Sharding::Optimizer { ranks: with_state });
-        assert_all(&sharded, &train(Sharding::Off)[0], &format!("{batches:?}"));
-    }
-}
-
-#[test]
-fn zero_adds_up_and_scales_on_ranks_without_inputs() {
-    let batches = [1, 3];
-    let train = |zero: bool| {
-        ranks(2, move |pg| {
-            let (varmap, ddp) = wrap_with(&pg, sharding(zero))?;
-            let mut scaler = GradScaler::new(&pg, &ddp, GradScalerOptions::default())?;
-            let step_of = |optimizer: &mut dyn Optimizer, step: usize| {
-                let mut grads = ddp.backward(&scaler.scale(&loss(&ddp, pg.rank(), step)?)?)?;
-                grads =
-                    backward_with(&scaler.scale(&loss(&ddp, pg.rank(), 20 + step)?)?, &[&ddp], added_to(&mut grads))?;
-                scaler.step(optimizer, &mut grads)?;
-                scaler.update()
+        for two_losses in [false, true] {
+            let train = |sharding: Sharding| {
+                ranks(batches.len(), move |pg| {
+                    let (varmap, ddp) = wrap_with(&pg, sharding)?;
+                    let scaling = GradScalerOptions { enabled: two_losses, ..Default::default() };
+                    let mut scaler = GradScaler::new(&pg, &ddp, scaling)?;
+                    let step_of = |optimizer: &mut dyn Optimizer, step: usize| {
+                        let mut grads = ddp.backward(&scaler.scale(&loss(&ddp, pg.rank(), step)?)?)?;
+                        if two_losses {
+                            let second = scaler.scale(&loss(&ddp, pg.rank(), 20 + step)?)?;
+                            backward_with(&second, &[&ddp], added_to(&mut grads))?;
+                        } else {
+                            optimizer.set_learning_rates(&[0.05 / (step + 1) as f64])?;
+                            optimizer.clip_grad_norm(&mut grads, 0.1)?;
+                        }
+                        scaler.step(optimizer, &mut grads)?;
+                        scaler.update()
+                    };
+                    join_steps(&ddp, batches[pg.rank()], sharding != Sharding::Off, step_of)?;
+                    Ok(weights(&varmap))
+                })
             };
-            let mine = batches[pg.rank()];
-            join_steps(&ddp, mine, zero, step_of)?;
-            Ok(weights(&varmap))
-        })
-    };
-    assert_all(&train(true), &train(false)[0], "two losses for each step");
+            let sharded = train(Sharding::Optimizer { ranks: with_state });
+            assert_all(&sharded, &train(Sharding::Off)[0], &format!("{batches:?}, two losses: {two_losses}"));
+        }
+    }
 }
 
 #[test]

@@ -78,32 +78,6 @@ fn an_outer_step_of_rate_1_without_momentum_is_plain_averaging() {
     });
 }
 
-/// With a period of 1, plain SGD within and without is SGD with the averaged gradient and the product of the rates.
-#[test]
-fn an_outer_step_after_each_step_of_sgd_is_a_step_with_the_mean_gradient() {
-    let (inner, outer, start) = (0.25, 0.5, 3f32);
-    // Rank r descends (w - r)².
-    let mut expected = start;
-    for step in 0..5 {
-        let gradient = 2. * (expected - 1.);
-        expected -= gradient * if step == 0 { inner } else { inner * outer };
-    }
-    let found = ranks(3, |pg| {
-        let var = Var::from_vec(vec![start], 1, pg.device())?;
-        let parameters = vec![("w".to_string(), var.clone())];
-        let mut optimizer = Sgd::new(parameters.clone(), ParamsSgd { lr: f64::from(inner), ..Default::default() })?;
-        let outer = ParamsSgd { lr: f64::from(outer), ..Default::default() };
-        let mut averager = PeriodicModelAverager::new(&pg, 1, 0, outer)?;
-        for _ in 0..5 {
-            let loss = (var.as_tensor() - pg.rank() as f64)?.sqr()?.sum_all()?;
-            Optimizer::step(&mut optimizer, &loss.backward()?)?;
-            averager.average_parameters(parameters.clone())?;
-        }
-        Ok(floats(&var)[0])
-    });
-    assert_close(&found, &[expected; 3], 1e-5, "the parameter");
-}
-
 /// Local steps of a model that each rank trains with its own samples.
 struct Run {
     varmap: PerRank<VarMap>,

@@ -1,8 +1,6 @@
 //! Virtual ranks: a run has the same bits on any number of ranks.
 use crate::common::virtual_ranks::{Noisy, VIRTUAL, ranks, train};
-use crate::common::{
-    assert_close, assert_error, counted, floats, of_micro_batch, of_zero, sharding, values, with_virtual_ranks,
-};
+use crate::common::{assert_close, counted, floats, of_micro_batch, of_zero, sharding, values, with_virtual_ranks};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor, Var};
 use candle_ddp::backend::cpu::{CpuCommunicator, CpuOptions};
@@ -14,8 +12,8 @@ use candle_ddp::optim::{Optimizer, ParamsLamb, ParamsSgd, Sgd, ZeroRedundancyOpt
 use candle_ddp::rendezvous::HashStore;
 use candle_ddp::seed::Generator;
 use candle_ddp::{
-    Backend, Backward, CustomOptions, DdpOptions, DistributedDataParallel, Error, InitOptions, JoinOptions, Precision,
-    ProcessGroup, Result, Role, backward_with, comm_hook, init_process_group,
+    Backend, CustomOptions, DdpOptions, DistributedDataParallel, Error, InitOptions, Precision, ProcessGroup, Result,
+    Role, backward_with, init_process_group,
 };
 use candle_nn::VarMap;
 use std::sync::Arc;
@@ -34,16 +32,11 @@ fn assert_same(precision: Precision, reduce_dtype: Option<DType>, worlds: &[usiz
 }
 
 #[test]
-fn a_run_has_the_same_bits_on_any_number_of_ranks() {
-    assert_same(Precision::default(), None, &[2, 3, 4, 5, 6, 7, 8]);
-}
-
-#[test]
-fn so_it_has_with_gradients_in_other_dtypes() {
-    let half = Precision::Half { param_dtype: DType::BF16, buffer_dtype: None };
-    let f32 = Precision::default();
+fn a_run_has_the_same_bits_on_any_number_of_ranks_and_in_any_dtype() {
+    let (f32, half) = (Precision::default(), Precision::Half { param_dtype: DType::BF16, buffer_dtype: None });
+    assert_same(f32, None, &[2, 3, 4, 5, 7, 8]);
     for (precision, reduce_dtype) in [(f32, DType::BF16), (f32, DType::F16), (half, DType::F32)] {
-        assert_same(precision, Some(reduce_dtype), &[2, 3, 8]);
+        assert_same(precision, Some(reduce_dtype), &[3, 8]);
     }
 }
 
@@ -94,7 +87,7 @@ fn gradients_are_the_mean_over_all_micro_batches() {
     let var = Var::from_tensor(&weight).unwrap();
     let mean = whole.matmul(&var.t().unwrap()).unwrap().sqr().unwrap().sum(1).unwrap().mean_all().unwrap();
     let expected = floats(mean.backward().unwrap().get(&var).unwrap());
-    for world_size in [1, 3, 5, 12, 16] {
+    for world_size in [5, 16] {
         let found = with_virtual_ranks(16, world_size, |pg| {
             let vars = vec![("weight".to_string(), Var::from_tensor(&weight)?)];
             let ddp = DistributedDataParallel::from_vars(&pg, vars[0].1.clone(), vars, DdpOptions::default())?;
@@ -328,14 +321,6 @@ fn what_would_depend_on_the_ranks_is_refused() {
             || ddp.forward(&Tensor::ones((2, 4), DType::F32, &Device::Cpu)?)?.sqr()?.mean_all().map_err(Error::from);
         invalid(ddp.backward(&loss()?), "micro_batch", "needs its number");
         invalid(backward_with(&loss()?, &[&ddp], counted(1.)), "micro_batch", "needs its number");
-        invalid(
-            backward_with(&loss()?, &[&ddp], Backward { into: Some(&mut Default::default()), ..Default::default() }),
-            "into",
-            "add up by themselves",
-        );
-        invalid(backward_with(&loss()?, &[&ddp], Backward::default()), "micro_batch", "needs its number");
-        invalid(ddp.join(JoinOptions::default(), || Ok(())), "join", "virtual ranks");
-        invalid(ddp.register_comm_hook(comm_hook::AllReduce::default()), "comm_hook", "virtual ranks");
         let zero = DistributedDataParallel::with_options(&pg, &VarMap::new(), |vb| linear(4, 1, vb), of_zero())?;
         invalid(ZeroRedundancyOptimizer::new(&zero, ParamsLamb::default()), "virtual_ranks", "no norms");
         let mut sharded = ZeroRedundancyOptimizer::new(&zero, ParamsSgd::default())?;
@@ -351,8 +336,6 @@ fn what_would_depend_on_the_ranks_is_refused() {
         );
         assert!(step(&ddp, ddp.micro_batches().unwrap())?);
 
-        let sync = |vb| sync_batch_norm(&pg, 3, 1e-5, vb);
-        assert_error(DistributedDataParallel::new(&pg, &VarMap::new(), sync), &["SyncBatchNorm cannot be combined"]);
         let own = DdpOptions { broadcast_buffers: false, ..Default::default() };
         let error = DistributedDataParallel::with_options(&pg, &VarMap::new(), |vb| batch_norm(3, 1e-5, vb), own)
             .err()
@@ -385,11 +368,6 @@ fn what_would_depend_on_the_ranks_is_refused() {
         });
         result.unwrap().remove(0)
     };
-    let no_sync = under(|ddp, loss| {
-        let _guard = ddp.no_sync();
-        backward_with(loss, &[ddp], of_micro_batch(0)).map(drop)
-    });
-    invalid(no_sync, "no_sync", "virtual ranks");
     let other_generator = under(|ddp, loss| {
         candle_ddp::nn::dropout(loss, 0.5, &mut Generator::for_rank(1, 0))?;
         backward_with(loss, &[ddp], of_micro_batch(0)).map(drop)

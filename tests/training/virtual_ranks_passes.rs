@@ -142,7 +142,7 @@ fn several_models_have_the_same_bits_on_any_number_of_ranks() {
     let mut all = Vec::new();
     for weighted in [false, true] {
         let one = run(1, weighted);
-        for world_size in [2, 3, 5, 8] {
+        for world_size in [2, 5] {
             assert!(run(world_size, weighted) == one, "{world_size} ranks, weighted: {weighted}");
         }
         all.push(one);
@@ -214,8 +214,8 @@ fn a_sharded_optimizer_has_the_same_bits_on_any_number_of_ranks() {
     for weighted in [false, true] {
         let one = ranks(1, |pg| sharded(&pg, Sharding::Off, weighted)).remove(0);
         assert!(one.len() >= 3 * 150);
-        let hybrid = [(2, Some(1)), (4, Some(2)), (6, Some(2)), (6, Some(3)), (8, Some(4))];
-        for (world_size, with_state) in [1, 2, 3, 5, 8].map(|all| (all, None)).into_iter().chain(hybrid) {
+        let hybrid = [(2, Some(1)), (4, Some(2)), (6, Some(3))];
+        for (world_size, with_state) in [1, 3, 8].map(|all| (all, None)).into_iter().chain(hybrid) {
             let sharding = Sharding::Optimizer { ranks: with_state };
             let found = ranks(world_size, |pg| sharded(&pg, sharding, weighted));
             assert!(found.iter().all(|other| *other == one), "{world_size} ranks, {sharding:?}, weighted: {weighted}");
