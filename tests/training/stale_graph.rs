@@ -200,7 +200,7 @@ fn recomputed_functions_and_micro_batches_are_fresh() {
 /// The discriminator's old judgement of a generator that has not changed is stale once it has forgotten it.
 #[test]
 fn a_judgement_from_before_a_step_of_the_judge_is_noticed() {
-    ranks(2, |pg| {
+    ranks(1, |pg| {
         let model = || DistributedDataParallel::new(&pg, &VarMap::new(), |vb| linear(3, 3, vb));
         let (g, d) = (model()?, model()?);
         let mut of_d = AdamW::new(&d, ParamsAdamW { lr: 0.1, ..Default::default() })?;
@@ -211,8 +211,7 @@ fn a_judgement_from_before_a_step_of_the_judge_is_noticed() {
         let new = d.forward(&fake.detach())?;
         let _frozen = d.freeze();
         let result = g.backward(&(old + new)?.mean_all()?);
-        let says_so = |error: &Error| error.to_string().contains("detach()");
-        assert!(is_stale(&result) || result.as_ref().is_err_and(says_so), "{result:?}");
+        assert!(is_stale(&result), "{result:?}");
         Ok(())
     });
 }
