@@ -82,11 +82,14 @@ fn objects_are_gathered_scattered_sent_and_received() {
 
 #[test]
 fn ranks_that_name_different_roots_learn_of_it_at_once() {
+    // Larger than a part.
+    let long = "0123456789abc".repeat((5 << 20) + 1);
     let found = ranks(3, |pg| {
         let (rank, other) = (pg.rank(), pg.rank() / 2);
         let errors = [
             pg.broadcast_object(Some(&1), other).map(drop).unwrap_err(),
-            pg.gather_object(&1, other).map(drop).unwrap_err(),
+            pg.broadcast_object(Some(&long), other).map(drop).unwrap_err(),
+            pg.gather_object(&long, other).map(drop).unwrap_err(),
             pg.scatter_object(Some(&[1, 2, 3]), other).map(drop).unwrap_err(),
         ];
         assert!(errors.iter().all(|error| matches!(error, Error::InvalidArgument { .. })), "{errors:?}");

@@ -141,10 +141,6 @@ fn start_in(test: &str, scenario: &str, folder: &Path, (transport, host_size): (
     ranks
 }
 
-fn start(folder: &Path, transport: (&str, usize)) -> Ranks {
-    start_in("rank_process", "", folder, transport)
-}
-
 /// Returns the errors of all ranks but the victim.
 fn survivors(folder: &Path) -> Vec<String> {
     errors_of(folder, (0..WORLD_SIZE).filter(|rank| *rank != VICTIM))
@@ -160,48 +156,27 @@ fn slices_of_one_tensor_cross_between_processes() {
 
 #[test]
 fn every_survivor_names_a_killed_rank_at_once() {
-    for (transport, segments) in TRANSPORTS.into_iter().zip([1, 0, 1]) {
-        let folder = tempfile::tempdir().unwrap();
-        let mut ranks = start(folder.path(), transport);
-        // Each rank maps the shared memory of its host once, and no more.
-        for rank in &ranks.0 {
-            let maps = std::fs::read_to_string(format!("/proc/{}/maps", rank.id())).unwrap();
-            assert_eq!(maps.matches("/memfd:candle-ddp-").count(), segments, "{transport:?}: {maps}");
-        }
-        // The victim is at a different point each time.
-        std::thread::sleep(Duration::from_millis(u64::from(std::process::id() % 50)));
-        ranks.0[VICTIM].kill().unwrap();
-        for error in survivors(folder.path()) {
-            assert!(error.starts_with("rank 2 is gone: its connection to rank "), "{transport:?}: {error}");
-            assert!(error.contains("closed during all_reduce(f32[1048576])"), "{transport:?}: {error}");
-        }
-    }
-}
-
-#[test]
-fn every_survivor_names_a_rank_killed_in_a_batch() {
-    for transport in TRANSPORTS {
-        let folder = tempfile::tempdir().unwrap();
-        let mut ranks = start_in("rank_process", BATCHES, folder.path(), transport);
-        // The victim is at a different point each time.
-        std::thread::sleep(Duration::from_millis(u64::from(std::process::id() % 50)));
-        ranks.0[VICTIM].kill().unwrap();
-        for error in survivors(folder.path()) {
-            assert!(error.starts_with("rank 2 is gone: its connection to rank "), "{transport:?}: {error}");
-            assert!(error.contains("(f32[1048576]) for batch_isend_irecv"), "{transport:?}: {error}");
-        }
-    }
-}
-
-#[test]
-fn a_rank_that_is_killed_before_its_first_message_is_named() {
-    for transport in TRANSPORTS {
-        let folder = tempfile::tempdir().unwrap();
-        let mut ranks = start_in("rank_process", AWAITED, folder.path(), transport);
-        ranks.0[VICTIM].kill().unwrap();
-        for error in survivors(folder.path()) {
-            assert!(error.starts_with("rank 2 is gone: its connection to rank "), "{transport:?}: {error}");
-            assert!(error.contains("closed during recv(f32[1048576]"), "{transport:?}: {error}");
+    let scenarios = [
+        ("", "closed during all_reduce(f32[1048576])"),
+        (BATCHES, "(f32[1048576]) for batch_isend_irecv"),
+        (AWAITED, "closed during recv(f32[1048576]"),
+    ];
+    for (scenario, call) in scenarios {
+        for (transport, segments) in TRANSPORTS.into_iter().zip([1, 0, 1]) {
+            let folder = tempfile::tempdir().unwrap();
+            let mut ranks = start_in("rank_process", scenario, folder.path(), transport);
+            // Each rank maps the shared memory of its host once, and no more.
+            for rank in &ranks.0 {
+                let maps = std::fs::read_to_string(format!("/proc/{}/maps", rank.id())).unwrap();
+                assert_eq!(maps.matches("/memfd:candle-ddp-").count(), segments, "{transport:?}: {maps}");
+            }
+            // The victim is at a different point each time.
+            std::thread::sleep(Duration::from_millis(u64::from(std::process::id() % 50)));
+            ranks.0[VICTIM].kill().unwrap();
+            for error in survivors(folder.path()) {
+                assert!(error.starts_with("rank 2 is gone: its connection to rank "), "{transport:?}: {error}");
+                assert!(error.contains(call), "{transport:?}: {error}");
+            }
         }
     }
 }
@@ -235,7 +210,7 @@ fn nothing_is_left_of_killed_ranks() {
     };
     let before = named();
     let folder = tempfile::tempdir().unwrap();
-    let mut ranks = start(folder.path(), TRANSPORTS[0]);
+    let mut ranks = start_in("rank_process", "", folder.path(), TRANSPORTS[0]);
     for rank in &ranks.0 {
         let maps = std::fs::read_to_string(format!("/proc/{}/maps", rank.id())).unwrap();
         assert!(maps.contains("/memfd:candle-ddp-"), "it does not use shared memory: {maps}");

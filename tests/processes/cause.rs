@@ -207,74 +207,51 @@ fn summary_in(folder: &Path, job: &str, world: usize) -> String {
 }
 
 #[test]
-fn a_checkpoint_that_one_rank_cannot_save_is_blamed_on_it() {
-    let text = summary("save", 4);
-    assert!(text.starts_with("ddprun: rank 0 failed first: it exited with code 101, "), "{text}");
-    assert!(
-        text.contains("its error:\n    training broke off: ") && text.contains("No space left on device"),
-        "{text}"
-    );
-    assert!(text.contains("\n  ranks [1, 2, 3]: each exited with code 101 by itself because of rank 0"), "{text}");
-}
-
-#[test]
-fn a_rank_that_ends_before_others_save_is_blamed() {
-    let text = summary("leaves-before-save", 2);
-    assert!(
-        text.starts_with("ddprun: rank 1 ended while the other ranks needed it: it exited with code 0, "),
-        "{text}"
-    );
-}
-
-#[test]
-fn an_error_of_a_call_counts_in_whatever_words_it_is_told() {
-    let text = summary("own-words", 3);
-    assert!(
-        text.starts_with("ddprun: rank 1 ended while the other ranks needed it: it exited with code 0, "),
-        "{text}"
-    );
-    assert!(text.contains("\n  ranks [0, 2]: each exited with code 101 by itself because of rank 1"), "{text}");
-}
-
-#[test]
-fn an_error_that_the_program_has_got_over_is_no_cause_even_if_it_is_told() {
-    let text = summary("got-over", 2);
-    assert!(text.starts_with("ddprun: rank 0 failed first: it exited with code 101, "), "{text}");
-    assert!(text.contains("there is no memory left"), "{text}");
-}
-
-#[test]
-fn a_call_too_many_is_blamed_on_the_rank_that_makes_it() {
-    let text = summary("surplus", 4);
-    assert!(text.starts_with("ddprun: rank 2 failed first: it exited with code 101, "), "{text}");
-}
-
-#[test]
-fn a_rank_that_others_wait_for_in_a_subgroup_is_blamed_by_its_global_number() {
-    let text = summary("subgroup", 4);
-    assert!(text.starts_with("ddprun: rank 3 made the other ranks fail: it was killed by SIGTERM"), "{text}");
-    assert!(text.contains("\n  rank 2 exited with code 101 by itself because of rank 3"), "{text}");
+fn the_rank_that_made_the_others_fail_is_blamed() {
+    let exited = "ddprun: rank 0 failed first: it exited with code 101, ";
+    let ended = "ddprun: rank 1 ended while the other ranks needed it: it exited with code 0, ";
+    let others = "\n  ranks [0, 2]: each exited with code 101 by itself because of rank 1";
+    let cases: [(&str, usize, &str, &[&str]); 9] = [
+        // A checkpoint that one rank cannot save.
+        (
+            "save",
+            4,
+            exited,
+            &[
+                "its error:\n    training broke off: ",
+                "No space left on device",
+                "\n  ranks [1, 2, 3]: each exited with code 101 by itself because of rank 0",
+            ],
+        ),
+        ("leaves-before-save", 2, ended, &[]),
+        // An error of a call counts in whatever words it is told.
+        ("own-words", 3, ended, &[others]),
+        // One that the program has got over is no cause, even if it is told.
+        ("got-over", 2, exited, &["there is no memory left"]),
+        // A call too many.
+        ("surplus", 4, "ddprun: rank 2 failed first: it exited with code 101, ", &[]),
+        // A rank that others wait for in a subgroup has its global number.
+        (
+            "subgroup",
+            4,
+            "ddprun: rank 3 made the other ranks fail: it was killed by SIGTERM",
+            &["\n  rank 2 exited with code 101 by itself because of rank 3"],
+        ),
+        // A rank that ends while others wait for it, whatever call shows it.
+        ("leaves", 3, ended, &[others]),
+        ("leaves-subgroup", 3, ended, &[others]),
+        ("leaves-backward", 3, ended, &[others]),
+    ];
+    for (job, world, start, parts) in cases {
+        let text = summary(job, world);
+        assert!(text.starts_with(start) && parts.iter().all(|part| text.contains(part)), "{job}: {text}");
+    }
 }
 
 #[test]
 fn a_group_that_fails_tells_why_without_the_programs_help() {
     let text = summary("absent", 3);
     assert!(text.starts_with("ddprun: rank 1 made the other ranks fail: it was killed by SIGTERM"), "{text}");
-}
-
-#[test]
-fn a_rank_that_ends_while_others_wait_for_it_is_blamed_whatever_call_shows_it() {
-    for job in ["leaves", "leaves-subgroup", "leaves-backward"] {
-        let text = summary(job, 3);
-        assert!(
-            text.starts_with("ddprun: rank 1 ended while the other ranks needed it: it exited with code 0, "),
-            "{job}: {text}"
-        );
-        assert!(
-            text.contains("\n  ranks [0, 2]: each exited with code 101 by itself because of rank 1"),
-            "{job}: {text}"
-        );
-    }
 }
 
 #[test]

@@ -249,12 +249,14 @@ enum To {
     Worker(Signal),
 }
 
-/// Interrupts a run in `phase` and lets it continue; the result must be that of an uninterrupted run.
-fn interrupt(phase: &str, nodes: usize, waiting: usize, to: To, step: u64) {
+/// Interrupts a run in `phase`, in a `step` that may depend on the order of the samples, and lets it continue to its end. Returns its
+/// result.
+fn interrupt(phase: &str, nodes: usize, to: To, step: Option<u64>) -> Vec<u8> {
     let world_size = 2 * nodes;
     let folder = tempfile::tempdir().unwrap();
     let mut launchers = start(folder.path(), phase, nodes);
-    let pids = processes_in_phase(folder.path(), waiting);
+    // Only the rank that reads the sample waits for it; the other waits in its backward pass.
+    let pids = processes_in_phase(folder.path(), if phase == "data" { 1 } else { world_size });
     let signalled = match to {
         // The last one hosts no store.
         To::Launcher(signal) => send(launchers.last_mut().unwrap(), signal),
@@ -265,56 +267,37 @@ fn interrupt(phase: &str, nodes: usize, waiting: usize, to: To, step: u64) {
     };
     go(folder.path(), signalled);
     finish(launchers);
-    assert_eq!(ended(folder.path(), world_size), vec![step; world_size], "{phase}: all ranks end after the same step");
-    assert!(folder.path().join(format!("run/step-{step:08}/checkpoint.json")).exists(), "{phase}");
-    restart(folder.path(), phase, nodes);
-}
-
-/// Continues a run to its end, where it must be what an uninterrupted one is.
-fn restart(folder: &Path, phase: &str, nodes: usize) {
-    finish(start(folder, "", nodes));
-    assert_eq!(ended(folder, 2 * nodes), vec![STEPS; 2 * nodes], "{phase}");
-    let whole = tempfile::tempdir().unwrap();
-    finish(start(whole.path(), "", nodes));
-    assert!(last(folder) == last(whole.path()), "{phase}: a restart must not change a bit");
+    let steps = ended(folder.path(), world_size);
+    assert_eq!(steps, vec![step.unwrap_or(steps[0]); world_size], "{phase}: all ranks end after the same step");
+    assert!(steps[0] < STEPS, "{phase}");
+    let newest = folder.path().join(format!("run/step-{:08}/checkpoint.json", steps[0]));
+    assert!(newest.exists(), "{phase}");
+    finish(start(folder.path(), "", nodes));
+    assert_eq!(ended(folder.path(), world_size), vec![STEPS; world_size], "{phase}");
+    last(folder.path())
 }
 
 #[test]
-fn in_warm_up_the_run_stops_after_its_first_step() {
-    interrupt("warm-up", 1, 2, To::Launcher(Signal::TERM), 1);
-}
-
-#[test]
-fn between_two_steps_one_signal_to_one_worker_is_enough() {
-    interrupt("step", 1, 2, To::Worker(Signal::USR1), AT + 1);
-}
-
-#[test]
-fn in_evaluation_the_ranks_can_ask() {
-    interrupt("evaluation", 1, 2, To::Launcher(Signal::TERM), AT);
-}
-
-/// Only the rank that reads the sample waits for it; the other waits in its backward pass.
-#[test]
-fn while_one_rank_waits_for_data() {
-    let folder = tempfile::tempdir().unwrap();
-    // The step in which the sample comes depends on the order, but is the same in every run.
-    let mut launchers = start(folder.path(), "data", 1);
-    processes_in_phase(folder.path(), 1);
-    let signalled = send(&mut launchers[0], Signal::USR1);
-    go(folder.path(), signalled);
-    finish(launchers);
-    let steps = ended(folder.path(), 2);
-    assert!(steps[0] == steps[1] && steps[0] < STEPS, "all ranks end after the same step: {steps:?}");
-    restart(folder.path(), "data", 1);
-}
-
-#[test]
-fn in_a_save_the_save_completes_and_the_next_step_is_the_last() {
-    interrupt("save", 1, 2, To::Launcher(Signal::TERM), 8);
-}
-
-#[test]
-fn on_two_nodes_one_launcher_stops_all() {
-    interrupt("step", 2, 4, To::Launcher(Signal::TERM), AT + 1);
+fn all_ranks_stop_after_the_same_step_and_a_restart_changes_no_bit() {
+    let whole = [1, 2].map(|nodes| {
+        let folder = tempfile::tempdir().unwrap();
+        finish(start(folder.path(), "", nodes));
+        last(folder.path())
+    });
+    let cases = [
+        // The run stops after its first step.
+        ("warm-up", 1, To::Launcher(Signal::TERM), Some(1)),
+        // One signal to one worker is enough.
+        ("step", 1, To::Worker(Signal::USR1), Some(AT + 1)),
+        // The ranks ask.
+        ("evaluation", 1, To::Launcher(Signal::TERM), Some(AT)),
+        ("data", 1, To::Launcher(Signal::USR1), None),
+        // The save completes, and the next step is the last.
+        ("save", 1, To::Launcher(Signal::TERM), Some(8)),
+        // On two nodes, one launcher stops all.
+        ("step", 2, To::Launcher(Signal::TERM), Some(AT + 1)),
+    ];
+    for (phase, nodes, to, step) in cases {
+        assert!(interrupt(phase, nodes, to, step) == whole[nodes - 1], "{phase} on {nodes} node(s): other bits");
+    }
 }
