@@ -1,7 +1,7 @@
 //! Ranks that were started by hand, without a launcher: the resources that they take.
 #![cfg(target_os = "linux")]
 use crate::common::{free_port, skip, test_process};
-use crate::logger::{self, LOG};
+use crate::logger::during;
 use candle_ddp::{InitOptions, init_process_group};
 use std::path::Path;
 use std::process::Stdio;
@@ -36,7 +36,6 @@ fn rank_by_hand() {
     let folder = std::env::var_os(FOLDER).unwrap();
     let variable = |name: &str| std::env::var(name).unwrap();
     let rank: usize = variable("BY_HAND_RANK").parse().unwrap();
-    let _turn = logger::collect();
     if variable("BY_HAND_EARLY") == "1" {
         rayon::current_num_threads();
     }
@@ -47,8 +46,8 @@ fn rank_by_hand() {
         timeout: Duration::from_secs(120),
         ..Default::default()
     };
-    let pg = init_process_group(options).unwrap();
-    let warnings: Vec<String> = LOG.0.lock().unwrap().iter().filter(|text| text.contains("RAYON")).cloned().collect();
+    let (pg, mut warnings) = during(|| init_process_group(options).unwrap());
+    warnings.retain(|text| text.contains("RAYON"));
     let report = (rayon::current_num_threads(), warnings, listeners());
     std::fs::write(Path::new(&folder).join(rank.to_string()), serde_json::to_string(&report).unwrap()).unwrap();
     pg.barrier().unwrap();

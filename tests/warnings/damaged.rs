@@ -1,13 +1,13 @@
 //! A run that continues from an older checkpoint, since the newest is damaged, says so once, on rank 0.
 use crate::common::{going_on, ranks};
-use crate::logger::{self, LOG};
+use crate::logger::{during, of_two_ranks};
+use candle_ddp::ProcessGroup;
 use candle_ddp::checkpoint::{Checkpointer, CheckpointerOptions};
 use std::path::Path;
 
 /// The warnings of two ranks that load the newest checkpoint, and its step.
 fn load(folder: &Path) -> (Vec<String>, Option<u64>) {
-    LOG.0.lock().unwrap().clear();
-    let steps = ranks(2, |pg| {
+    let program = |pg: ProcessGroup| {
         let mut checkpointer = going_on(&pg, folder)?;
         let mut best = 0f64;
         let step = checkpointer.load_latest(("best", &mut best))?;
@@ -15,20 +15,21 @@ fn load(folder: &Path) -> (Vec<String>, Option<u64>) {
         checkpointer.load_latest(("best", &mut best))?;
         checkpointer.steps()?;
         Ok(step)
-    });
-    (std::mem::take(&mut *LOG.0.lock().unwrap()), steps[1])
+    };
+    let (steps, told) = during(|| ranks(2, program));
+    (told, steps[1])
 }
 
 #[test]
 fn a_checkpoint_that_is_passed_over_is_told_of_once() {
-    let _turn = logger::collect();
     let folder = tempfile::tempdir().unwrap();
-    ranks(2, |pg| {
+    let told = of_two_ranks(|pg| {
         let options = CheckpointerOptions { keep: 9, ..Default::default() };
         let mut checkpointer = Checkpointer::new(&pg, folder.path(), options)?;
         (1..=3).try_for_each(|step| checkpointer.save(step, ("best", &mut (step as f64))).map(drop))?;
         checkpointer.finish()
     });
+    assert_eq!(told, [""; 0]);
     assert_eq!(load(folder.path()), (vec![], Some(3)));
     // A bit of the value, and an index.
     let file = folder.path().join("step-00000003/best.safetensors");

@@ -1,14 +1,11 @@
 //! A scaler that skips all steps says so.
-use crate::common::ranks;
-use crate::logger::{self, LOG};
+use crate::logger::of_two_ranks;
 use candle_core::{DType, Device, Var};
 use candle_ddp::amp::{GradScaler, GradScalerOptions};
 
 #[test]
 fn a_scale_below_one_is_told_of_once_on_rank_0() {
-    let _turn = logger::collect();
-    LOG.0.lock().unwrap().clear();
-    ranks(2, |pg| {
+    let warnings = of_two_ranks(|pg| {
         let var = Var::ones(2, DType::F32, &Device::Cpu)?;
         let finite = Var::ones(2, DType::F32, &Device::Cpu)?;
         let options = GradScalerOptions { init_scale: 4.0, ..Default::default() };
@@ -22,7 +19,6 @@ fn a_scale_below_one_is_told_of_once_on_rank_0() {
         }
         Ok(())
     });
-    let warnings = std::mem::take(&mut *LOG.0.lock().unwrap());
     assert!(warnings.len() == 1 && warnings[0].starts_with("GradScaler: the scale fell to 5e-1"), "{warnings:?}");
     assert!(
         warnings[0].contains("Lower the learning rate") && warnings[0].contains("OnNonFinite::Stop"),

@@ -1,5 +1,5 @@
 //! Problems that only the log reports.
-use crate::logger::{self, LOG};
+use crate::logger::during;
 use candle_core::{DType, Device, Tensor};
 use candle_ddp::ReduceOp;
 use candle_ddp::backend::cpu::{CpuCommunicator, CpuOptions};
@@ -7,13 +7,6 @@ use candle_ddp::backend::{Collective, Communicator};
 use candle_ddp::rendezvous::{HashStore, Store, TcpStore};
 use std::sync::{Arc, Barrier};
 use std::time::Duration;
-
-/// Returns the warnings of `body`.
-fn warnings(body: impl FnOnce()) -> Vec<String> {
-    LOG.0.lock().unwrap().clear();
-    body();
-    LOG.0.lock().unwrap().clone()
-}
 
 /// Three ranks create a group, make one call each, rank 0 first, and then leave. Returns which calls succeeded.
 fn ranks(call: impl Fn(usize) -> Collective + Sync) -> Vec<bool> {
@@ -42,12 +35,9 @@ fn ranks(call: impl Fn(usize) -> Collective + Sync) -> Vec<bool> {
     })
 }
 
-/// A single test, because the log belongs to the process.
 #[test]
 fn failures_that_no_call_returns_are_logged() {
-    let _turn = logger::collect();
-
-    let told = warnings(|| {
+    let ((), told) = during(|| {
         let store = TcpStore::connect("no-such-host.invalid", 1, Duration::from_millis(300));
         assert!(store.is_err());
     });
@@ -57,7 +47,7 @@ fn failures_that_no_call_returns_are_logged() {
     // Rank 0's broadcast has already succeeded when rank 1 makes a different call.
     let zeros = || Tensor::zeros(5, DType::F32, &Device::Cpu).unwrap();
     let broadcast = || Collective::Broadcast { tensor: zeros(), root: 0 };
-    let told = warnings(|| {
+    let ((), told) = during(|| {
         let well = ranks(|rank| match rank {
             1 => Collective::AllReduce { tensor: zeros(), op: ReduceOp::Sum },
             _ => broadcast(),
@@ -68,16 +58,15 @@ fn failures_that_no_call_returns_are_logged() {
     assert!(matches!(of_rank_0[..], [line] if line.contains("rank 1 called all_reduce")), "{told:?}");
     assert!(told.iter().all(|line| !line.starts_with("rank 1")), "rank 1's call has returned the error: {told:?}");
 
-    let told = warnings(|| assert_eq!(ranks(|_| broadcast()), [true; 3]));
+    let ((), told) = during(|| assert_eq!(ranks(|_| broadcast()), [true; 3]));
     assert!(told.is_empty(), "{told:?}");
 }
 
 /// The groups of a job often end together, and one call says why.
 #[test]
 fn a_call_in_one_group_speaks_for_all_groups_of_the_job() {
-    let _turn = logger::collect();
     for does_call in [true, false] {
-        let told = warnings(|| {
+        let ((), told) = during(|| {
             let aborted = Barrier::new(2);
             candle_ddp::spawn(2, |pg| {
                 // For layers that communicate: it ends with the group.

@@ -1,6 +1,5 @@
 //! Loops that begin the same epoch again and again.
-use crate::common::ranks;
-use crate::logger::{LOG, collect};
+use crate::logger::of_two_ranks;
 use candle_core::{DType, Tensor};
 use candle_ddp::data::{DataLoader, LoaderOptions, SamplerOptions};
 use candle_ddp::{DistributedDataParallel, Result};
@@ -11,14 +10,12 @@ type Loader = DataLoader<Range<usize>, Vec<usize>>;
 
 /// How often two ranks warn of an epoch that begins again, whose loaders have 10 batches.
 fn warnings(shuffle: bool, program: fn(&mut Loader)) -> usize {
-    LOG.0.lock().unwrap().clear();
-    ranks(2, |pg| {
+    let warnings = of_two_ranks(|pg| {
         let sampler = SamplerOptions { shuffle, ..Default::default() };
         let mut loader = DataLoader::with_collate(0..20, &pg, LoaderOptions { sampler, ..Default::default() }, Ok)?;
         program(&mut loader);
         Ok(())
     });
-    let warnings = LOG.0.lock().unwrap();
     assert!(
         warnings.iter().all(|text| text.contains("begins epoch") && text.contains("loader.epoch(n)")),
         "{warnings:?}"
@@ -32,7 +29,6 @@ fn read(loader: &Loader, batches: usize) {
 
 #[test]
 fn an_epoch_that_begins_again_is_said_once() {
-    let _turn = collect();
     assert_eq!(warnings(true, |loader| (0..5).for_each(|_| read(loader, 4))), 1);
     assert_eq!(warnings(true, |loader| (0..2).for_each(|_| read(loader, 2))), 1);
     assert_eq!(warnings(true, |loader| (0..5).for_each(|_| drop(loader.iter().next()))), 1);
@@ -67,8 +63,7 @@ fn an_epoch_that_begins_again_is_said_once() {
 /// How often two ranks say that what was left of an epoch has gone into the next: each trains two epochs of 10 batches, and makes a
 /// step after the batches for which `steps` says so, of the run and of the epoch.
 fn carried(steps: fn(usize, usize) -> bool) -> usize {
-    LOG.0.lock().unwrap().clear();
-    ranks(2, |pg| {
+    let warnings = of_two_ranks(|pg| {
         let loader = DataLoader::with_collate(0..20, &pg, LoaderOptions::default(), Ok)?;
         let evaluation = DataLoader::with_collate(0..6, &pg, LoaderOptions::default(), Ok)?;
         let x = Tensor::ones((1, 4), DType::F32, pg.device())?;
@@ -93,7 +88,6 @@ fn carried(steps: fn(usize, usize) -> bool) -> usize {
         }
         Ok(())
     });
-    let warnings = LOG.0.lock().unwrap();
     assert!(
         warnings.iter().all(|text| text.contains("gradients of 6 passes, and the one before it had 4")),
         "{warnings:?}"
@@ -103,7 +97,6 @@ fn carried(steps: fn(usize, usize) -> bool) -> usize {
 
 #[test]
 fn what_is_left_of_an_epoch_is_said_once() {
-    let _turn = collect();
     assert_eq!(carried(|_, batch| batch % 4 == 3), 1);
     assert_eq!(carried(|_, batch| batch % 4 == 3 || batch == 9), 0);
     assert_eq!(carried(|passes, _| passes % 4 == 3), 0);

@@ -1,6 +1,6 @@
 //! DDP says once, on rank 0, that an evaluation under `no_grad` has recorded a graph.
-use crate::common::{ranks, tensor};
-use crate::logger::{self, LOG};
+use crate::common::tensor;
+use crate::logger::of_two_ranks;
 use candle_core::Module;
 use candle_ddp::DistributedDataParallel;
 use candle_ddp::nn::{self, no_grad};
@@ -11,8 +11,7 @@ fn warnings<M: Module>(
     build: fn(VarBuilder<'static>) -> candle_core::Result<M>,
     has_no_grad_model: bool,
 ) -> Vec<String> {
-    LOG.0.lock().unwrap().clear();
-    ranks(2, |pg| {
+    of_two_ranks(|pg| {
         let mut ddp = DistributedDataParallel::new(&pg, &VarMap::new(), build)?;
         if has_no_grad_model {
             ddp = ddp.with_no_grad_model(build)?;
@@ -22,13 +21,11 @@ fn warnings<M: Module>(
             assert!(!result.track_op());
         }
         Ok(())
-    });
-    std::mem::take(&mut *LOG.0.lock().unwrap())
+    })
 }
 
 #[test]
 fn a_graph_that_candles_operations_record_under_no_grad_is_told_of_once() {
-    let _turn = logger::collect();
     let none: Vec<String> = Vec::new();
     assert_eq!(warnings(|vb| nn::linear(4, 2, vb), false), none);
     assert_eq!(warnings(|vb| candle_nn::linear(4, 2, vb), true), none);

@@ -1,14 +1,9 @@
 //! A loader says for which sample it waits before its time-out.
-use crate::common::ranks;
-use crate::logger::{self, LOG};
+use crate::logger::{LOG, of_two_ranks};
 use candle_ddp::Result;
 use candle_ddp::data::{DataLoader, Dataset, LoaderOptions, SamplerOptions};
 use candle_ddp::seed::Generator;
 use std::time::{Duration, Instant};
-
-fn warnings() -> Vec<String> {
-    LOG.0.lock().unwrap().clone()
-}
 
 /// Indices, of which sample 3 comes when a warning has named it.
 struct Late;
@@ -22,7 +17,7 @@ impl Dataset for Late {
 
     fn get(&self, index: usize, _: &mut Generator) -> Result<usize> {
         let since = Instant::now();
-        while index == 3 && !warnings().iter().any(|text| text.contains("sample 3")) {
+        while index == 3 && !LOG.0.lock().unwrap().iter().any(|text| text.contains("sample 3")) {
             assert!(since.elapsed() < Duration::from_secs(60), "no warning has named it");
             std::thread::sleep(Duration::from_millis(1));
         }
@@ -32,10 +27,8 @@ impl Dataset for Late {
 
 #[test]
 fn a_sample_that_is_late_is_named_with_and_without_workers() {
-    let _turn = logger::collect();
     for num_workers in [0, 2] {
-        LOG.0.lock().unwrap().clear();
-        ranks(2, |pg| {
+        let warnings = of_two_ranks(|pg| {
             let sampler = SamplerOptions { shuffle: false, ..Default::default() };
             let timeout = Some(Duration::from_millis(400));
             let options = LoaderOptions { num_workers, timeout, sampler, ..Default::default() };
@@ -44,7 +37,6 @@ fn a_sample_that_is_late_is_named_with_and_without_workers() {
             assert_eq!(loader.iter().filter(|batch| batch.is_ok() || num_workers > 0).count(), 3);
             Ok(())
         });
-        let warnings = warnings();
         let named = warnings.iter().find(|text| text.contains("sample 3")).unwrap();
         assert!(named.starts_with("rank 1's DataLoader has waited 0 s for "), "{named}");
         let expected = match num_workers {

@@ -1,5 +1,7 @@
 //! A logger that records the warnings of a test's process.
 #![allow(clippy::unwrap_used)] // a failed test may panic
+use crate::common::ranks;
+use candle_ddp::{ProcessGroup, Result};
 use std::sync::{Mutex, MutexGuard, Once, PoisonError};
 
 pub(crate) struct Log(pub(crate) Mutex<Vec<String>>);
@@ -28,4 +30,17 @@ pub(crate) fn collect() -> MutexGuard<'static, ()> {
         log::set_max_level(log::LevelFilter::Warn);
     });
     turn
+}
+
+/// Returns the result of `body`, and the warnings of this process meanwhile.
+pub(crate) fn during<T>(body: impl FnOnce() -> T) -> (T, Vec<String>) {
+    let _turn = collect();
+    LOG.0.lock().unwrap().clear();
+    let result = body();
+    (result, std::mem::take(&mut *LOG.0.lock().unwrap()))
+}
+
+/// The warnings while two ranks run `program`.
+pub(crate) fn of_two_ranks(program: impl Fn(ProcessGroup) -> Result<()> + Send + Sync) -> Vec<String> {
+    during(|| ranks(2, program)).1
 }

@@ -1,23 +1,20 @@
 //! DDP says once, on rank 0, that the first gradients were dropped unused.
-use crate::common::{added_to, ranks, tensor};
-use crate::logger::{self, LOG};
+use crate::common::{added_to, tensor};
+use crate::logger::of_two_ranks;
 use candle_ddp::amp::GradScaler;
 use candle_ddp::optim::{ParamsSgd, Sgd};
 use candle_ddp::{DistributedDataParallel, Result, backward_with};
 use candle_nn::{Linear, Optimizer, SGD, VarMap, linear};
 
 fn warnings(work: impl Fn(&DistributedDataParallel<Linear>) -> Result<()> + Sync) -> Vec<String> {
-    LOG.0.lock().unwrap().clear();
-    ranks(2, |pg| {
+    of_two_ranks(|pg| {
         let build = |vb| linear(4, 2, vb);
         work(&DistributedDataParallel::new(&pg, &VarMap::new(), build)?)
-    });
-    std::mem::take(&mut *LOG.0.lock().unwrap())
+    })
 }
 
 #[test]
 fn first_gradients_that_nobody_used_are_told_of_once() {
-    let _turn = logger::collect();
     let loss = |ddp: &DistributedDataParallel<Linear>| {
         Ok::<_, candle_ddp::Error>(ddp.forward(&tensor(&[3, 4], 1))?.mean_all()?)
     };

@@ -1,20 +1,19 @@
 //! A loader says on which rank an epoch has no batch while other ranks have some.
 use crate::common::{ranks, tensor};
-use crate::logger::{self, LOG};
+use crate::logger::during;
+use candle_ddp::ProcessGroup;
 use candle_ddp::data::{DataLoader, LoaderOptions, Remainder, SamplerOptions, TensorDataset};
 
 #[test]
 fn a_rank_without_a_batch_is_named() {
-    let _turn = logger::collect();
     let warnings = |world_size: usize, samples: usize| {
-        LOG.0.lock().unwrap().clear();
-        let batches = ranks(world_size, |pg| {
+        let program = |pg: ProcessGroup| {
             let sampler = SamplerOptions { remainder: Remainder::Uneven, ..Default::default() };
             let options = LoaderOptions { batch_size: 3, drop_last: true, sampler, ..Default::default() };
             let loader = DataLoader::new(TensorDataset::new(tensor(&[samples, 2], 1))?, &pg, options)?;
             Ok(loader.num_batches())
-        });
-        (batches, std::mem::take(&mut *LOG.0.lock().unwrap()))
+        };
+        during(|| ranks(world_size, program))
     };
     let (batches, said) = warnings(2, 5);
     assert_eq!(batches, [1, 0]);

@@ -1,21 +1,15 @@
 //! What is said of a loss without targets, and of a step that is left out.
-use crate::common::{ranks, tensor};
-use crate::logger::{self, LOG};
+use crate::common::tensor;
+use crate::logger::{LOG, of_two_ranks};
 use candle_core::{Device, Tensor};
 use candle_ddp::nn::{cross_entropy, linear, linear_cross_entropy};
 use candle_ddp::optim::{Optimizer, ParamsSgd, Sgd};
 use candle_ddp::{DdpOptions, DistributedDataParallel, OnNonFinite};
 use candle_nn::VarMap;
 
-fn warnings() -> Vec<String> {
-    std::mem::take(&mut *LOG.0.lock().unwrap())
-}
-
 #[test]
 fn a_loss_without_targets_is_told_of_once() {
-    let _turn = logger::collect();
-    warnings();
-    ranks(2, |pg| {
+    let warnings = of_two_ranks(|pg| {
         let ddp = DistributedDataParallel::new(&pg, &VarMap::new(), |vb| linear(3, 4, vb))?;
         let mut optimizer = Sgd::new(&ddp, ParamsSgd::default())?;
         for (pass, is_ignored) in [false, true, false, true, true].into_iter().enumerate() {
@@ -39,7 +33,6 @@ fn a_loss_without_targets_is_told_of_once() {
         }
         Ok(())
     });
-    let warnings = warnings();
     assert!(
         warnings.len() == 1 && warnings[0].starts_with("the loss on rank 1 is NaN, since no target"),
         "{warnings:?}"
@@ -48,9 +41,7 @@ fn a_loss_without_targets_is_told_of_once() {
 
 #[test]
 fn the_first_step_that_is_left_out_is_told_of() {
-    let _turn = logger::collect();
-    warnings();
-    ranks(2, |pg| {
+    let warnings = of_two_ranks(|pg| {
         let on_non_finite = Some(OnNonFinite::Skip { at_most: 9 });
         let options = DdpOptions { on_non_finite, ..Default::default() };
         let ddp = DistributedDataParallel::with_options(&pg, &VarMap::new(), |vb| linear(3, 4, vb), options)?;
@@ -61,7 +52,6 @@ fn the_first_step_that_is_left_out_is_told_of() {
         }
         Ok(())
     });
-    let warnings = warnings();
     assert!(
         warnings.len() == 1 && warnings[0].starts_with("all ranks leave out this step, since the averaged"),
         "{warnings:?}"

@@ -1,7 +1,6 @@
 //! Loops of different ranks that run into each other. Nothing else tells the calls of two loops from each other, and the places
 //! from which they come are no proof: a rank that has run out of batches may send zeros from another line.
-use crate::common::ranks;
-use crate::logger::{self, LOG};
+use crate::logger::of_two_ranks;
 use candle_core::{Device, Tensor};
 use candle_ddp::{ProcessGroup, ReduceOp, Result};
 
@@ -10,9 +9,9 @@ type Work = fn(&ProcessGroup) -> Result<()>;
 
 /// The warnings about places while two ranks run `work`.
 fn warnings(work: Work) -> Vec<String> {
-    LOG.0.lock().unwrap().clear();
-    ranks(2, |pg| work(&pg));
-    LOG.0.lock().unwrap().iter().filter(|text| text.contains("was taken together")).cloned().collect()
+    let mut warnings = of_two_ranks(|pg| work(&pg));
+    warnings.retain(|text| text.contains("was taken together"));
+    warnings
 }
 
 fn add(pg: &ProcessGroup) -> Result<()> {
@@ -32,7 +31,6 @@ fn two_loops(pg: &ProcessGroup, first: [usize; 2], second: [usize; 2]) -> Result
 
 #[test]
 fn loops_that_run_into_each_other_are_noticed() {
-    let _turn = logger::collect();
     let cases: [(&str, Work); 4] = [
         ("rank 1 has fewer turns in the first loop", |pg| two_loops(pg, [3, 2], [3, 4])),
         ("rank 0 has", |pg| two_loops(pg, [1, 5], [6, 2])),
@@ -58,7 +56,6 @@ fn loops_that_run_into_each_other_are_noticed() {
 
 #[test]
 fn calls_from_different_places_are_fine() {
-    let _turn = logger::collect();
     let cases: [(&str, Work); 6] = [
         ("equal turns", |pg| two_loops(pg, [3, 3], [2, 2])),
         ("one loop with a helper function", |pg| {

@@ -1,6 +1,6 @@
 //! What makes ranks or numbers differ without an error.
-use crate::common::{ranks, tensor};
-use crate::logger::{LOG, collect};
+use crate::common::tensor;
+use crate::logger::of_two_ranks;
 use candle_core::Tensor;
 use candle_ddp::checkpoint::{Checkpointer, StateDict};
 use candle_ddp::data::{DataLoader, LoaderOptions, Remainder, SamplerOptions};
@@ -17,17 +17,9 @@ fn loss(ddp: &DistributedDataParallel<Linear>) -> Result<Tensor> {
     Ok(ddp.forward(&tensor(&[2, 3], 1))?.sqr()?.mean_all()?)
 }
 
-/// What two ranks warn of.
-fn warnings(program: impl Fn(ProcessGroup) -> Result<()> + Send + Sync) -> Vec<String> {
-    LOG.0.lock().unwrap().clear();
-    ranks(2, program);
-    std::mem::take(&mut *LOG.0.lock().unwrap())
-}
-
 #[test]
 fn models_that_part_are_a_warning_once_if_the_program_wants_that() {
-    let _turn = collect();
-    let found = warnings(|pg| {
+    let found = of_two_ranks(|pg| {
         let replica_check = Some(ReplicaCheck { every: 1, warn_only: true });
         let ddp = model(&pg, DdpOptions { replica_check, ..Default::default() })?;
         let mut sgd = Sgd::new(&ddp, ParamsSgd { lr: 0.1 * (1 + pg.rank()) as f64, ..Default::default() })?;
@@ -39,10 +31,9 @@ fn models_that_part_are_a_warning_once_if_the_program_wants_that() {
 
 #[test]
 fn an_evaluation_that_counts_samples_twice_is_said_once() {
-    let _turn = collect();
     // Two ranks read 7 samples and train, evaluate, or do both with the batches.
     let program = |remainder: Remainder, trains: bool, evaluates: bool| {
-        warnings(move |pg| {
+        of_two_ranks(move |pg| {
             let sampler = SamplerOptions { remainder, ..Default::default() };
             let loader = DataLoader::with_collate(0..7, &pg, LoaderOptions { sampler, ..Default::default() }, Ok)?;
             let ddp = model(&pg, DdpOptions::default())?;
@@ -79,10 +70,9 @@ fn an_evaluation_that_counts_samples_twice_is_said_once() {
 
 #[test]
 fn a_schedule_that_is_not_saved_is_said_once() {
-    let _turn = collect();
     let saved = |is_part: bool, has_optimizer: bool, steps: bool| {
         let folder = tempfile::tempdir().unwrap();
-        warnings(move |pg| {
+        of_two_ranks(move |pg| {
             let ddp = model(&pg, DdpOptions::default())?;
             let mut sgd = Sgd::new(&ddp, ParamsSgd { lr: 0.1, ..Default::default() })?;
             let options = ParamsCosineAnnealingLr { t_max: 10, ..Default::default() };

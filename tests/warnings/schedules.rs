@@ -1,11 +1,10 @@
 //! A schedule that is resumed by a program which makes it with other options says so, once.
-use crate::common::ranks;
-use crate::logger::{self, LOG};
+use crate::logger::{during, of_two_ranks};
+use candle_ddp::Result;
 use candle_ddp::checkpoint::StateDict;
 use candle_ddp::optim::{
     LrScheduler, ParamsReduceLrOnPlateau, ParamsSgd, ParamsWarmupCosine, ReduceLrOnPlateau, Schedule, Sgd,
 };
-use candle_ddp::{Error, Result};
 
 /// A schedule of a program's own.
 struct Falling {
@@ -34,17 +33,12 @@ fn resumed<S: Schedule>(saved: S, now: S) -> Vec<String> {
     let mut saved = schedule(saved).unwrap();
     (0..5).for_each(|_| saved.advance());
     let (state, mut now) = (saved.state_dict().unwrap(), schedule(now).unwrap());
-    LOG.0.lock().unwrap().clear();
     // Every rank of a process, and a run that is resumed several times.
-    for _ in 0..2 {
-        now.load_state_dict(&state).unwrap();
-    }
-    std::mem::take(&mut *LOG.0.lock().unwrap())
+    during(|| (0..2).for_each(|_| now.load_state_dict(&state).unwrap())).1
 }
 
 #[test]
 fn other_options_are_told_of_once() {
-    let _turn = logger::collect();
     let cosine = |start_factor| ParamsWarmupCosine { total_steps: 400, start_factor, ..Default::default() };
     let told = resumed(cosine(0.25), cosine(0.5));
     assert_eq!(told.len(), 1, "{told:?}");
@@ -60,12 +54,10 @@ fn other_options_are_told_of_once() {
     assert_eq!(resumed(Falling { steps: 30 }, Falling { steps: 30 }), [""; 0]);
 
     let of = |patience| ParamsReduceLrOnPlateau { patience, ..Default::default() };
-    LOG.0.lock().unwrap().clear();
-    ranks(2, |_| {
+    let told = of_two_ranks(|_| {
         let state = ReduceLrOnPlateau::new(of(3))?.state_dict()?;
         ReduceLrOnPlateau::new(of(4))?.load_state_dict(&state)?;
-        Ok::<_, Error>(())
+        Ok(())
     });
-    let told = std::mem::take(&mut *LOG.0.lock().unwrap());
     assert!(told.len() == 1 && told[0].contains("patience 3 (the program says 4)"), "{told:?}");
 }
