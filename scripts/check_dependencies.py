@@ -22,10 +22,6 @@ def tree(*arguments):
     return set(subprocess.run(command, check=True, stdout=subprocess.PIPE, cwd=ROOT, text=True).stdout.splitlines()) - {""}
 
 
-def files(pattern):
-    return subprocess.run(["git", "ls-files", pattern], check=True, stdout=subprocess.PIPE, cwd=ROOT, text=True).stdout.splitlines()
-
-
 def main():
     command = ["cargo", "metadata", "--format-version", "1", "--locked", "--no-deps"]
     metadata = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, cwd=ROOT).stdout)
@@ -44,10 +40,11 @@ def main():
     alone, beside_tests = tree("--edges", "normal,build"), tree("--edges", "normal,build,dev")
     problems += [f"{line} without dev-dependencies, but not with them: what depends on it is compiled twice"
                  for line in sorted(alone - beside_tests) if line.split()[0] in launcher]
-    profiles = {path.relative_to(ROOT): tomllib.loads(path.read_text()).get("profile", {}).get("dev", {})
-                for path in (ROOT / line for line in files("*Cargo.toml"))}
+    command = ["git", "ls-files", "*Cargo.toml"]
+    manifests = subprocess.run(command, check=True, stdout=subprocess.PIPE, cwd=ROOT, text=True).stdout.splitlines()
+    profiles = {path: tomllib.loads((ROOT / path).read_text()).get("profile", {}).get("dev", {}) for path in manifests}
     problems += [f"[profile.dev] of {path} differs from the root's: what both have is compiled twice"
-                 for path, profile in profiles.items() if "package" in profile and profile != profiles[Path("Cargo.toml")]]
+                 for path, profile in profiles.items() if "package" in profile and profile != profiles["Cargo.toml"]]
     print("\n".join(problems) or f"all {len(direct)} dependencies have a purpose, and the launcher's {len(launcher)} the same features in tests")
     sys.exit(bool(problems))
 

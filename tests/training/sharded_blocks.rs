@@ -255,7 +255,7 @@ fn other_blocks_are_an_error_on_every_rank() {
     });
 }
 
-/// Checks that any model has the losses of a model that is not in blocks, also that of an evaluation, with this tolerance.
+/// Checks that a model in blocks has the losses of the same model without blocks within this tolerance, in training and in evaluation.
 fn trains_alike<M>(
     build: fn(VarBuilder<'static>) -> Result<M>,
     tolerance: f32,

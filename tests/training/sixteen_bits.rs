@@ -16,7 +16,7 @@ fn of_candle(loss: &Tensor) -> Vec<Vec<usize>> {
     nodes.map(|node| node.dims().to_vec()).collect()
 }
 
-/// A small part of images, and few words: the graph is that of all of them.
+/// Cuts images to a small part, and text to a few words. The graph stays the same.
 fn few(x: &Tensor, model: Model) -> candle_core::Result<Tensor> {
     match (x.rank(), model) {
         (4, _) => x.narrow(2, 0, 32)?.narrow(3, 0, 32)?.contiguous(),

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// Why the hardware has lowered a clock, as nvidia-smi calls it, and as that of drivers before R535 does.
+/// Why the hardware has lowered a clock, under the names that nvidia-smi uses today and used before R535.
 const REASONS: [&str; 2] = ["clocks_event_reasons", "clocks_throttle_reasons"];
 /// How long it may take. Where a GPU hangs, it does as well.
 const PATIENCE: Duration = Duration::from_secs(10);

@@ -28,7 +28,7 @@ const MASTER_ADDR: &str = "PET_MASTER_ADDR";
 /// The variables by which agents know their part, which are not for their workers.
 pub(crate) const OWN: [&str; 4] = [AGENT, NNODES, NODE_RANK, MASTER_ADDR];
 
-/// Whether this ddprun was started by that of `--hosts`.
+/// Whether a ddprun with `--hosts` started this one.
 pub(crate) fn is_agent() -> bool {
     PROCESS.is_set(AGENT)
 }

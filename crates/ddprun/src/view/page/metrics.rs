@@ -10,7 +10,7 @@ const LONGEST: u64 = 1 << 20;
 /// The most curves of a file.
 const CURVES: usize = 64;
 
-/// What the lines of a file say.
+/// The contents of the lines of a file.
 #[derive(Default)]
 struct Metrics {
     /// By position, "step" or "epoch", and name.
