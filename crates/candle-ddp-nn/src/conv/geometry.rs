@@ -52,6 +52,17 @@ impl Geometry {
         self.groups == self.ci && self.groups == self.co
     }
 
+    /// Whether each output pixel sees the input's pixel at its place alone, in all channels.
+    pub(super) fn is_pointwise(&self) -> bool {
+        let Self { groups, kernel, stride, padding, .. } = *self;
+        (groups, kernel, stride, padding) == (1, [1, 1], [1, 1], [0, 0])
+    }
+
+    /// Whether each output row is as wide as one of the input, and sees through each tap what lies at one distance from its own place.
+    pub(super) fn keeps_size(&self) -> bool {
+        self.stride == [1, 1] && self.input == self.output
+    }
+
     /// Along an axis: which output positions see the input through tap `tap` of the kernel, instead of padding.
     pub(super) fn valid(&self, axis: usize, tap: usize) -> Range<usize> {
         let (stride, padding) = (self.stride[axis], self.padding[axis]);

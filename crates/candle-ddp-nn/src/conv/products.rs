@@ -1,10 +1,10 @@
 //! Convolutions on the CPU as products of the weight matrix with columns (see `columns.rs`), a block of columns at a
-//! time, in the type of arithmetic.
+//! time, in the type of arithmetic. The images of a pointwise convolution are multiplied where they lie, if they are large enough.
 use super::columns::{col2im, im2col};
 use super::depthwise;
 use super::geometry::Geometry;
 use super::parts::{each_part, sum_parts};
-use crate::gemm::{Strides, gemm, wide};
+use crate::gemm::{Strides, gemm, same_mut, wide};
 use candle_core::{Result, WithDType};
 use candle_ddp_tensor::{Element, vectorise};
 use std::ops::Range;
@@ -13,6 +13,8 @@ use std::ops::Range;
 const BLOCK_BYTES: usize = 2 << 20;
 /// The target minimum of columns in a block, so that a product is worth its overhead.
 const MIN_COLUMNS: usize = 512;
+/// The minimum of pixels in an image that is multiplied where it lies: smaller ones are better collected in blocks.
+const MIN_PIXELS: usize = 256;
 
 /// As [`forward`](super::cpu::forward).
 pub(super) fn forward<T: Element>(
@@ -30,6 +32,17 @@ pub(super) fn forward<T: Element>(
         let geometry = Geometry { n: part.len(), ..*geometry };
         if geometry.is_depthwise() {
             vectorise!(|| depthwise::forward(&geometry, x, weight, bias, y));
+            return Ok(());
+        }
+        if let (Some(x), Some(y)) = (in_place(&geometry, x), same_mut::<T, T::Real>(y)) {
+            let (pixels, weight) = (geometry.output_pixels(), (weight, Strides::rows(geometry.ci)));
+            for (x, y) in x.chunks_exact(images).zip(y.chunks_exact_mut(geometry.co * pixels)) {
+                if let Some(bias) = bias {
+                    y.chunks_exact_mut(pixels).zip(bias).for_each(|(plane, bias)| plane.fill(*bias));
+                }
+                let (extents, x) = ((geometry.co, pixels, geometry.ci), (x, Strides::rows(pixels)));
+                gemm(extents, y, bias.is_some(), weight, x, threads)?;
+            }
             return Ok(());
         }
         let mut work = Work::<T::Real>::new(&geometry);
@@ -61,6 +74,13 @@ pub(super) fn backward_data<T: Element>(geometry: &Geometry, dy: &[T], weight: &
         let geometry = Geometry { n: part.len(), ..*geometry };
         if geometry.is_depthwise() {
             vectorise!(|| depthwise::backward_data(&geometry, dy, weight, dx));
+            return Ok(());
+        }
+        if let Some(dy) = in_place(&geometry, dy) {
+            let (pixels, weight) = (geometry.output_pixels(), (weight, Strides::transposed(geometry.ci)));
+            for (dx, dy) in dx.chunks_exact_mut(geometry.ci * pixels).zip(dy.chunks_exact(images)) {
+                gemm((geometry.ci, pixels, geometry.co), dx, false, weight, (dy, Strides::rows(pixels)), threads)?;
+            }
             return Ok(());
         }
         let mut work = Work::<T::Real>::new(&geometry);
@@ -96,6 +116,14 @@ pub(super) fn backward_filter<T: Element>(geometry: &Geometry, x: &[T], dy: &[T]
             vectorise!(|| depthwise::backward_filter(&geometry, x, dy, &mut sum));
             return Ok(sum);
         }
+        if let (Some(x), Some(dy)) = (in_place(&geometry, x), in_place(&geometry, dy)) {
+            let pixels = geometry.output_pixels();
+            for (x, dy) in x.chunks_exact(inputs).zip(dy.chunks_exact(outputs)) {
+                let (dy, x) = ((dy, Strides::rows(pixels)), (x, Strides::transposed(pixels)));
+                gemm((geometry.co, geometry.ci, pixels), &mut sum, true, dy, x, threads)?;
+            }
+            return Ok(sum);
+        }
         let mut work = Work::<T::Real>::new(&geometry);
         for rows in blocks(&geometry) {
             let count = rows.len() * geometry.output[1];
@@ -113,6 +141,12 @@ pub(super) fn backward_filter<T: Element>(geometry: &Geometry, x: &[T], dy: &[T]
         }
         Ok(sum)
     })
+}
+
+/// The elements of images that are multiplied where they lie.
+fn in_place<'a, T: Element>(geometry: &Geometry, images: &'a [T]) -> Option<&'a [T::Real]> {
+    let takes = geometry.is_pointwise() && geometry.output_pixels() >= MIN_PIXELS;
+    takes.then(|| T::as_reals(images)).flatten()
 }
 
 /// A thread's working memory.
@@ -193,6 +227,63 @@ fn collect<T: Element>(geometry: &Geometry, group: usize, rows: Range<usize>, y:
     for (index, outputs) in outputs.chunks_exact_mut(count).enumerate() {
         for (there, here) in runs(geometry, group * geometry.group_outputs() + index, rows.clone()) {
             outputs[here].iter_mut().zip(&y[there]).for_each(|(to, from)| *to = from.widen());
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Images above and below the limit from which they are multiplied where they lie.
+    #[test]
+    fn pointwise_convolutions_are_sums_over_channels() {
+        let (n, ci, co) = (3, 5, 4);
+        for size in [[15, 17], [16, 17]] {
+            let geometry = Geometry {
+                n,
+                ci,
+                co,
+                groups: 1,
+                input: size,
+                output: size,
+                kernel: [1, 1],
+                stride: [1, 1],
+                padding: [0, 0],
+                dilation: [1, 1],
+            };
+            let pixels = size[0] * size[1];
+            let numbers = |count: usize, step: f64| (0..count).map(|i| (i as f64 * step).sin()).collect::<Vec<_>>();
+            let (x, dy) = (numbers(n * ci * pixels, 0.7), numbers(n * co * pixels, 0.3));
+            let (weight, bias) = (numbers(co * ci, 1.1), numbers(co, 1.9));
+            let [mut y, mut dx, mut dw] = [n * co * pixels, n * ci * pixels, co * ci].map(|count| vec![0.; count]);
+            for (image, output, pixel) in
+                (0..n).flat_map(|image| (0..co).flat_map(move |o| (0..pixels).map(move |pixel| (image, o, pixel))))
+            {
+                let to = (image * co + output) * pixels + pixel;
+                y[to] = bias[output];
+                for input in 0..ci {
+                    let from = (image * ci + input) * pixels + pixel;
+                    y[to] += weight[output * ci + input] * x[from];
+                    dx[from] += weight[output * ci + input] * dy[to];
+                    dw[output * ci + input] += x[from] * dy[to];
+                }
+            }
+            let same = |ours: Vec<f64>, expected: &[f64]| {
+                let difference = ours.iter().zip(expected).map(|(a, b)| (a - b).abs()).fold(0., f64::max);
+                assert!(ours.len() == expected.len() && difference < 1e-12, "{size:?}: {difference}");
+            };
+            same(forward(&geometry, &x, &weight, Some(&bias)).unwrap(), &y);
+            same(backward_data(&geometry, &dy, &weight).unwrap(), &dx);
+            same(backward_filter(&geometry, &x, &dy).unwrap(), &dw);
+            // Without a bias, and in 16 bits, which are collected in blocks.
+            let narrow = |values: &[f64]| values.iter().map(|value| half::f16::from_f64(*value)).collect::<Vec<_>>();
+            let plain = forward(&geometry, &x, &weight, None).unwrap();
+            let halves = forward(&geometry, &narrow(&x), &narrow(&weight), None).unwrap();
+            let difference = halves.iter().zip(&plain).map(|(a, b)| (a.to_f64() - b).abs()).fold(0., f64::max);
+            assert!(difference < 1e-2, "{size:?}: {difference}");
+            let sums = y.chunks(pixels).zip(bias.iter().cycle()).flat_map(|(y, bias)| y.iter().map(move |y| y - bias));
+            same(plain, &sums.collect::<Vec<_>>());
         }
     }
 }
