@@ -26,10 +26,12 @@ pub(crate) fn create(path: &Path, candle_ddp: Option<&Path>) -> Result<()> {
         let _ = fs::remove_dir_all(&partial);
         return Err(Error::io(format!("cannot make {}", path.display()), error));
     }
-    let run = format!("ddprun --nproc-per-node 2 --bin {name}");
+    let quick = format!("ddprun --profile dev --nproc-per-node 2 --bin {name}");
+    let optimised = format!("ddprun --nproc-per-node 2 --bin {name}");
     let next = [
-        (run.as_str(), "trains on two ranks, and continues from ./checkpoints"),
-        ("cargo test --release", "on one rank and on two"),
+        (quick.as_str(), "trains on two ranks, and continues from ./checkpoints"),
+        ("cargo test", "on one rank and on two"),
+        (optimised.as_str(), "the same, optimised: builds longer, for real training"),
         ("sbatch job.sh", "on a cluster with Slurm"),
     ];
     let width = next.iter().map(|(command, _)| command.len()).max().unwrap_or_default();
