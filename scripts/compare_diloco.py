@@ -22,6 +22,9 @@ SYSTEMS = {
     "DiLoCo": ["--period", "50"],
     "in 5 fragments": ["--period", "50", "--fragments", "5", "--delay", "5", "--alpha", "0.5"],
 }
+# The systems whose losses are compared: DiLoCo also of a model that DDP has begun to train.
+BEGUN = {f"{name}, after 250 steps of DDP": [*SYSTEMS[name], "--warmup", "250"] for name in ("DiLoCo", "in 5 fragments")}
+LOSSES = SYSTEMS | BEGUN
 
 
 def main():
@@ -37,7 +40,7 @@ def main():
 
     def run(hosts, name, steps, seed=0):
         """Returns the milliseconds of a step, and the loss."""
-        output = harness.run_ranks([program, "--steps", steps, "--seed", seed, *SYSTEMS[name]], 2, hosts)
+        output = harness.run_ranks([program, "--steps", steps, "--seed", seed, *LOSSES[name]], 2, hosts)
         say(f"{name}, {steps} steps, seed {seed}: {output.strip()}")
         return [float(number) for number in re.search(r"([\d.]+) ms per step, validation loss ([\d.]+)", output).groups()]
 
@@ -50,7 +53,7 @@ def main():
                 for name in SYSTEMS:
                     times.setdefault((rate, name), []).append(run(hosts, name, options.timed_steps)[0])
     with harness.OneHost() as host:
-        losses = {name: [run(host, name, options.steps, seed)[1] for seed in range(options.seeds)] for name in SYSTEMS}
+        losses = {name: [run(host, name, options.steps, seed)[1] for seed in range(options.seeds)] for name in LOSSES}
 
     links = " ".join(map(str, options.links))
     lines = [
@@ -79,12 +82,12 @@ def main():
         f"Loss per character of text that was not trained on, after {options.steps} steps, with {options.seeds} seeds; for DiLoCo it is the mean of "
         "the losses of the two ranks.",
         "",
-        f"| seed | {' | '.join(SYSTEMS)} |",
-        "|---|" + "---:|" * len(SYSTEMS),
+        f"| seed | {' | '.join(LOSSES)} |",
+        "|---|" + "---:|" * len(LOSSES),
     ]
     for seed in range(options.seeds):
-        lines.append(f"| {seed} | {' | '.join(f'{losses[name][seed]:.4f}' for name in SYSTEMS)} |")
-    means = (f"{statistics.mean(losses[name]):.4f}" for name in SYSTEMS)
+        lines.append(f"| {seed} | {' | '.join(f'{losses[name][seed]:.4f}' for name in LOSSES)} |")
+    means = (f"{statistics.mean(losses[name]):.4f}" for name in LOSSES)
     lines.append(f"| mean | {' | '.join(means)} |")
     harness.write(Path(harness.ROOT) / "benches" / "results" / "diloco.md", lines)
 

@@ -1,8 +1,9 @@
 //! Trains the GPT of `char_gpt` over a slow link: either gradients are averaged in every step (DDP, with a hook that compresses them), or
-//! parameters every `--period` steps (DiLoCo), in fragments that travel during further steps if `--fragments` and `--delay` say so.
+//! parameters every `--period` steps (DiLoCo), after `--warmup` steps of DDP; in fragments that travel during further steps, if `--fragments`
+//! and `--delay` say so.
 //!
 //! ```text
-//! cargo run --release --bin ddprun -- --nproc-per-node 2 --example diloco -- --period 50
+//! cargo run --release --bin ddprun -- --nproc-per-node 2 --example diloco -- --warmup 250 --period 50
 //! cargo run --release --bin ddprun -- --nproc-per-node 2 --example diloco -- --period 60 --fragments 3 --delay 5 --alpha 0.5
 //! cargo run --release --bin ddprun -- --nproc-per-node 2 --example diloco -- --comm-hook bf16
 //! ```
@@ -10,7 +11,7 @@
 //! At its end, it prints how long a step took on average, and the loss of text that was not trained on, which is the ranks' mean.
 //!
 //! ci: --steps 9 --period 4 --layers 1 --width 32 --context 32 --batch-size 4
-//! ci: --steps 9 --period 4 --fragments 2 --delay 1 --alpha 0.5 --layers 1 --width 32 --context 32 --batch-size 4
+//! ci: --steps 9 --period 4 --warmup 3 --fragments 2 --delay 1 --alpha 0.5 --layers 1 --width 32 --context 32 --batch-size 4
 //! ci: --steps 3 --comm-hook int8 --layers 1 --width 32 --context 32 --batch-size 4
 #[path = "../char_gpt/block.rs"]
 mod block;
@@ -37,8 +38,8 @@ use candle_ddp::data::{DataLoader, LoaderOptions, Remainder, SamplerOptions};
 use candle_ddp::optim::{
     AdamW, Optimizer, ParamsAdamW, ParamsSgd, ParamsWarmupCosine, PeriodicModelAverager, WarmupCosine,
 };
-use candle_ddp::{DdpOptions, DistributedDataParallel, ProcessGroup, ReduceOp, Result, nn, seed};
-use candle_nn::VarMap;
+use candle_ddp::{DdpOptions, DistributedDataParallel, ProcessGroup, ReduceOp, Result, nn};
+use candle_nn::{VarBuilder, VarMap};
 use clap::Parser;
 use hook::Hook;
 use model::Gpt;
@@ -68,6 +69,9 @@ struct Options {
     /// The number of steps during which a fragment travels.
     #[arg(long, default_value_t = 0)]
     delay: u64,
+    /// Average gradients in this many steps first, as DDP does.
+    #[arg(long, value_name = "STEPS", default_value_t = 0, requires = "period")]
+    warmup: u64,
     /// The local parameters' share in a fragment that arrives.
     #[arg(long, default_value_t = 0.)]
     alpha: f64,
@@ -99,10 +103,10 @@ struct Options {
     layers: usize,
 }
 
-/// The model, whose gradients or parameters the ranks average.
-enum Averaged {
-    Gradients(DistributedDataParallel<Gpt>),
-    Parameters(Gpt, PeriodicModelAverager),
+/// The model, which averages its gradients or only has this rank's.
+enum Model {
+    Ddp(DistributedDataParallel<Gpt>),
+    Local(Gpt),
 }
 
 fn main() -> Result<()> {
@@ -116,24 +120,19 @@ fn train(pg: &ProcessGroup, options: &Options) -> Result<()> {
     let config = Config { vocabulary: vocabulary.len(), context, width, heads: 4, layers };
     let varmap = VarMap::new();
     let params = ParamsAdamW { lr: options.lr, ..Default::default() };
-    let (mut averaged, mut optimizer) = match options.period {
-        None => {
-            let ddp_options = DdpOptions { init_seed: Some(options.seed), ..Default::default() };
-            let ddp = DistributedDataParallel::with_options(pg, &varmap, |vb| Gpt::new(config, vb), ddp_options)?;
-            options.comm_hook.register(&ddp)?;
-            let optimizer = AdamW::new(&ddp, params)?;
-            (Averaged::Gradients(ddp), optimizer)
-        }
-        Some(period) => {
-            // All ranks begin with the same weights: the mean of different ones would be too small.
-            let gpt = Gpt::new(config, seed::var_builder(&varmap, options.seed, DType::F32, pg.device()))?;
-            let (lr, momentum) = (options.outer_lr, options.outer_momentum);
-            let outer = ParamsSgd { lr, momentum, nesterov: momentum > 0., ..Default::default() };
-            let averager = PeriodicModelAverager::new(pg, period, 0, outer)?;
-            let averager = averager.streaming(options.fragments, options.delay, options.alpha)?;
-            (Averaged::Parameters(gpt, averager), AdamW::new(&varmap, params)?)
-        }
+    // All ranks begin with the same weights, also without a step of DDP: the mean of different ones would be too small.
+    let ddp_options = DdpOptions { init_seed: Some(options.seed), ..Default::default() };
+    let ddp = DistributedDataParallel::with_options(pg, &varmap, |vb| Gpt::new(config, vb), ddp_options)?;
+    options.comm_hook.register(&ddp)?;
+    let mut optimizer = AdamW::new(&ddp, params)?;
+    let mut model = Model::Ddp(ddp);
+    let averager = |period| {
+        let (lr, momentum) = (options.outer_lr, options.outer_momentum);
+        let outer = ParamsSgd { lr, momentum, nesterov: momentum > 0., ..Default::default() };
+        let averager = PeriodicModelAverager::new(pg, period, options.warmup, outer)?;
+        averager.streaming(options.fragments, options.delay, options.alpha)
     };
+    let mut averager = options.period.map(averager).transpose()?;
     let schedule = ParamsWarmupCosine {
         warmup_steps: 50.min(options.steps.saturating_sub(1)),
         total_steps: options.steps,
@@ -150,12 +149,17 @@ fn train(pg: &ProcessGroup, options: &Options) -> Result<()> {
     while step < options.steps {
         for batch in loader.iter().take((options.steps - step) as usize) {
             let (x, y) = batch?;
-            match &mut averaged {
-                Averaged::Gradients(ddp) => optimizer.step(&ddp.backward(&ddp.call(|gpt| gpt.loss(&x, &y))?)?)?,
-                Averaged::Parameters(gpt, averager) => {
-                    optimizer.step(&gpt.loss(&x, &y)?.backward()?)?;
-                    averager.average_parameters(&varmap)?;
-                }
+            if averager.is_some() && step == options.warmup {
+                // From the same variables: the parameters of DDP's model are copies, whose gradients belong to all ranks.
+                model = Model::Local(Gpt::new(config, VarBuilder::from_varmap(&varmap, DType::F32, pg.device()))?);
+            }
+            let gradients = match &model {
+                Model::Ddp(ddp) => ddp.backward(&ddp.call(|gpt| gpt.loss(&x, &y))?)?,
+                Model::Local(gpt) => gpt.loss(&x, &y)?.backward()?,
+            };
+            optimizer.step(&gradients)?;
+            if let Some(averager) = &mut averager {
+                averager.average_parameters(&varmap)?;
             }
             schedule.step(&mut optimizer)?;
             step += 1;
@@ -176,9 +180,9 @@ fn train(pg: &ProcessGroup, options: &Options) -> Result<()> {
     let (mut sum, mut count) = (0., 0.);
     for batch in &loader {
         let (x, y) = batch?;
-        let loss = nn::no_grad(|| match &averaged {
-            Averaged::Gradients(ddp) => ddp.call(|gpt| gpt.loss(&x, &y)),
-            Averaged::Parameters(gpt, _) => Ok(gpt.loss(&x, &y)?),
+        let loss = nn::no_grad(|| match &model {
+            Model::Ddp(ddp) => ddp.call(|gpt| gpt.loss(&x, &y)),
+            Model::Local(gpt) => Ok(gpt.loss(&x, &y)?),
         })?;
         sum += f64::from(loss.to_scalar::<f32>()?) * y.elem_count() as f64;
         count += y.elem_count() as f64;
