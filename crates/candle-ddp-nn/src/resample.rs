@@ -148,25 +148,46 @@ impl Resample {
         (BLOCK_ELEMENTS / elements).max(1)
     }
 
+    /// Whether columns come first, while there are fewer rows: sums over columns are slower than those over rows, which fill vectors.
+    fn columns_first(&self) -> bool {
+        self.rows.input < self.rows.output()
+    }
+
+    /// The number of elements between the two steps, in all rows if columns come first, or else in one.
+    fn intermediate(&self) -> usize {
+        if self.columns_first() { self.rows.input * self.columns.output() } else { self.columns.input }
+    }
+
     fn forward<T: Element>(&self, x: &[T], planes: usize) -> Vec<T> {
         let (rows, columns) = (self.rows.outputs::<T::Real>(), self.columns.outputs::<T::Real>());
-        let zero = T::Real::from_f64(0.0);
+        let zeros = |count| vec![T::Real::from_f64(0.0); count];
         let (plane, input) = (rows.len() * columns.len(), self.rows.input * self.columns.input);
         let mut y = vec![T::from_f64(0.0); planes * plane];
         let each = y.par_chunks_exact_mut(plane).zip(x.par_chunks_exact(input)).with_min_len(self.blocks());
-        each.each_with(|| vec![zero; self.columns.input], |sum, (y, x)| forward_plane(y, x, sum, &rows, &columns));
+        if self.columns_first() {
+            each.each_with(
+                || (zeros(self.intermediate()), zeros(columns.len())),
+                |(wide, sum), (y, x)| forward_columns_first(y, x, wide, sum, &rows, &columns),
+            );
+        } else {
+            each.each_with(|| zeros(self.intermediate()), |sum, (y, x)| forward_plane(y, x, sum, &rows, &columns));
+        }
         y
     }
 
     fn backward<T: Element>(&self, dy: &[T], planes: usize) -> Vec<T> {
         let (rows, columns) = (self.rows.outputs::<T::Real>(), self.columns.outputs::<T::Real>());
-        let zero = T::Real::from_f64(0.0);
+        let zeros = |count| vec![T::Real::from_f64(0.0); count];
         let (plane, input) = (rows.len() * columns.len(), self.rows.input * self.columns.input);
         let mut dx = vec![T::from_f64(0.0); planes * input];
         let each = dx.par_chunks_exact_mut(input).zip(dy.par_chunks_exact(plane)).with_min_len(self.blocks());
+        let work = match self.columns_first() {
+            true => backward_columns_last,
+            false => backward_plane,
+        };
         each.each_with(
-            || (vec![zero; self.columns.input], vec![zero; input]),
-            |(spread, total), (dx, dy)| backward_plane(dx, dy, spread, total, &rows, &columns),
+            || (zeros(self.intermediate()), zeros(input)),
+            |(between, total), (dx, dy)| work(dx, dy, between, total, &rows, &columns),
         );
         dx
     }
@@ -174,6 +195,46 @@ impl Resample {
 
 /// Outputs, as in [`Axis`].
 type Outputs<R> = [(usize, Vec<R>)];
+
+/// Adds rows of `from` to `sum`, times their weights.
+#[inline(always)]
+fn add_rows<T: Element>(sum: &mut [T::Real], from: &[T], (start, weights): &(usize, Vec<T::Real>)) {
+    for (row, weight) in from.chunks_exact(sum.len()).skip(*start).zip(weights) {
+        sum.iter_mut().zip(row).for_each(|(sum, value)| *sum += value.widen() * *weight);
+    }
+}
+
+/// Adds `row` to rows of `sums`, times their weights: the transpose of [`add_rows`].
+#[inline(always)]
+fn add_to_rows<T: Element>(sums: &mut [T::Real], row: &[T], (start, weights): &(usize, Vec<T::Real>)) {
+    for (sums, weight) in sums.chunks_exact_mut(row.len()).skip(*start).zip(weights) {
+        sums.iter_mut().zip(row).for_each(|(sum, value)| *sum += value.widen() * *weight);
+    }
+}
+
+/// The weighted sums of columns of a row.
+#[inline(always)]
+fn along<'a, T: Element>(row: &'a [T], columns: &'a Outputs<T::Real>) -> impl Iterator<Item = T::Real> {
+    columns.iter().map(|(start, weights)| {
+        let mut total = T::Real::from_f64(0.0);
+        row[*start..].iter().zip(weights).for_each(|(value, weight)| total += value.widen() * *weight);
+        total
+    })
+}
+
+/// Adds a row of outputs to the row of inputs that they depend on: the transpose of [`along`].
+#[inline(always)]
+fn add_along<T: Element>(sums: &mut [T::Real], row: &[T], columns: &Outputs<T::Real>) {
+    for (value, (start, weights)) in row.iter().zip(columns) {
+        let value = value.widen();
+        sums[*start..].iter_mut().zip(weights).for_each(|(sum, weight)| *sum += value * *weight);
+    }
+}
+
+#[inline(always)]
+fn narrow<T: Element>(to: &mut [T], from: impl Iterator<Item = T::Real>) {
+    to.iter_mut().zip(from).for_each(|(to, value)| *to = T::narrow(value));
+}
 
 fn forward_plane<T: Element>(
     y: &mut [T],
@@ -183,21 +244,31 @@ fn forward_plane<T: Element>(
     columns: &Outputs<T::Real>,
 ) {
     vectorise!(move || {
-        let zero = T::Real::from_f64(0.0);
-        for (y, (start, weights)) in y.chunks_exact_mut(columns.len()).zip(rows) {
-            sum.fill(zero);
-            for (x, weight) in x.chunks_exact(sum.len()).skip(*start).zip(weights) {
-                for (sum, x) in sum.iter_mut().zip(x) {
-                    *sum += x.widen() * *weight;
-                }
-            }
-            for (y, (start, weights)) in y.iter_mut().zip(columns) {
-                let mut total = zero;
-                for (sum, weight) in sum[*start..].iter().zip(weights) {
-                    total += *sum * *weight;
-                }
-                *y = T::narrow(total);
-            }
+        for (y, row) in y.chunks_exact_mut(columns.len()).zip(rows) {
+            sum.fill(T::Real::from_f64(0.0));
+            add_rows(sum, x, row);
+            narrow(y, along(&*sum, columns));
+        }
+    })
+}
+
+fn forward_columns_first<T: Element>(
+    y: &mut [T],
+    x: &[T],
+    wide: &mut [T::Real],
+    sum: &mut [T::Real],
+    rows: &Outputs<T::Real>,
+    columns: &Outputs<T::Real>,
+) {
+    vectorise!(move || {
+        let width = x.len() * columns.len() / wide.len();
+        for (wide, x) in wide.chunks_exact_mut(columns.len()).zip(x.chunks_exact(width)) {
+            narrow(wide, along(x, columns));
+        }
+        for (y, row) in y.chunks_exact_mut(columns.len()).zip(rows) {
+            sum.fill(T::Real::from_f64(0.0));
+            add_rows(sum, &*wide, row);
+            narrow(y, sum.iter().copied());
         }
     })
 }
@@ -213,23 +284,35 @@ fn backward_plane<T: Element>(
     vectorise!(move || {
         let zero = T::Real::from_f64(0.0);
         total.fill(zero);
-        for (dy, (start, weights)) in dy.chunks_exact(columns.len()).zip(rows) {
+        for (dy, row) in dy.chunks_exact(columns.len()).zip(rows) {
             spread.fill(zero);
-            for (dy, (start, weights)) in dy.iter().zip(columns) {
-                let dy = dy.widen();
-                for (spread, weight) in spread[*start..].iter_mut().zip(weights) {
-                    *spread += dy * *weight;
-                }
-            }
-            for (total, weight) in total.chunks_exact_mut(spread.len()).skip(*start).zip(weights) {
-                for (total, spread) in total.iter_mut().zip(&*spread) {
-                    *total += *spread * *weight;
-                }
-            }
+            add_along(spread, dy, columns);
+            add_to_rows(total, &*spread, row);
         }
-        for (dx, total) in dx.iter_mut().zip(&*total) {
-            *dx = T::narrow(*total);
+        narrow(dx, total.iter().copied());
+    })
+}
+
+fn backward_columns_last<T: Element>(
+    dx: &mut [T],
+    dy: &[T],
+    wide: &mut [T::Real],
+    total: &mut [T::Real],
+    rows: &Outputs<T::Real>,
+    columns: &Outputs<T::Real>,
+) {
+    vectorise!(move || {
+        let zero = T::Real::from_f64(0.0);
+        wide.fill(zero);
+        for (dy, row) in dy.chunks_exact(columns.len()).zip(rows) {
+            add_to_rows(wide, dy, row);
         }
+        total.fill(zero);
+        let width = total.len() * columns.len() / wide.len();
+        for (total, wide) in total.chunks_exact_mut(width).zip(wide.chunks_exact(columns.len())) {
+            add_along(total, &*wide, columns);
+        }
+        narrow(dx, total.iter().copied());
     })
 }
 
