@@ -12,6 +12,7 @@ use crate::warnings::warn_aloud;
 use crate::{Error, Result};
 use candle_core::backprop::GradStore;
 use candle_core::{Tensor, TensorId, Var};
+use candle_ddp_base::debug_fields;
 use options::MIN_SCALE;
 use std::collections::HashSet;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -80,17 +81,8 @@ enum Stage {
     Stepped { overflow: bool },
 }
 
-impl std::fmt::Debug for GradScaler {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("GradScaler")
-            .field("parameters", &self.parameters.len())
-            .field("options", &self.options)
-            .field("scale", &self.scale)
-            .field("clean_steps", &self.clean_steps)
-            .field("stage", &self.stage)
-            .finish_non_exhaustive()
-    }
-}
+debug_fields!(GradScaler: |this| parameters = this.parameters.len(), options = this.options, scale = this.scale,
+    clean_steps = this.clean_steps, stage = this.stage);
 
 impl GradScaler {
     /// A scaler for the gradients of `parameters`, such as a `&DistributedDataParallel`, which the ranks of `group` use

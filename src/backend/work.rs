@@ -1,4 +1,5 @@
 use crate::Result;
+use candle_ddp_base::debug_fields;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -35,11 +36,7 @@ pub trait Completion: Send + Sync {
 #[derive(Clone)]
 pub struct Work(Arc<dyn Completion>);
 
-impl std::fmt::Debug for Work {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Work").field("is_completed", &self.is_completed()).finish_non_exhaustive()
-    }
-}
+debug_fields!(Work: |this| is_completed = this.is_completed());
 
 impl Work {
     /// Wraps an engine's own handle.

@@ -6,10 +6,10 @@ use crate::panic::lock;
 use crate::variables::{check_shared, not_in_varmap};
 use crate::{Error, Result};
 use candle_core::{DType, Device, DeviceLocation, Shape, Tensor, Var};
+use candle_ddp_base::debug_fields;
 use candle_nn::var_builder::SimpleBackend;
 use candle_nn::{VarBuilder, VarMap};
 use std::collections::HashMap;
-use std::fmt;
 use std::sync::{Arc, Mutex};
 
 /// A model on one of several devices.
@@ -65,14 +65,7 @@ impl<M> Replica<M> {
     }
 }
 
-impl<M> fmt::Debug for Replica<M> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Replica")
-            .field("device", self.device())
-            .field("variables", &self.local_variables.variables.len())
-            .finish_non_exhaustive()
-    }
-}
+debug_fields!(<M> Replica<M>: |this| device = this.device(), variables = this.local_variables.variables.len());
 
 /// Builds a model on each of `devices`. Unlike PyTorch's `replicate`, which runs in every forward pass, this is done
 /// once; [`parallel_apply`](super::parallel_apply) updates the replicas. The variables are those of `varmap`, on the

@@ -7,6 +7,7 @@ use crate::tensor::{DTYPES, Element, dispatch};
 use crate::variables::{Parameters, check_named};
 use crate::{Error, Result};
 use candle_core::{DType, Tensor, Var, WithDType};
+use candle_ddp_base::debug_fields;
 
 /// A moving average of a model's weights: PyTorch's `AveragedModel` with `get_ema_multi_avg_fn(decay)`. Without a decay, all weights count
 /// equally, as in stochastic weight averaging (SWA): `AveragedModel` as it is.
@@ -44,17 +45,8 @@ struct Slot {
     average: Tensor,
 }
 
-impl std::fmt::Debug for Ema {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Ema")
-            .field("decay", &self.decay)
-            .field("from_construction", &self.from_construction)
-            .field("updates", &self.updates)
-            .field("parameters", &self.slots.len())
-            .field("is_applied", &self.replaced.is_some())
-            .finish_non_exhaustive()
-    }
-}
+debug_fields!(Ema: |this| decay = this.decay, from_construction = this.from_construction, updates = this.updates,
+    parameters = this.slots.len(), is_applied = this.replaced.is_some());
 
 impl Ema {
     /// Averages `parameters`, such as a `&DistributedDataParallel` or a `&VarMap`. An average of a `Vec<Var>` cannot be saved. `decay`

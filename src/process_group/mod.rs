@@ -51,11 +51,11 @@ use crate::rendezvous::{PrefixStore, Store};
 use crate::virtual_ranks::VirtualRanks;
 use crate::{Error, Result};
 use candle_core::Device;
+use candle_ddp_base::debug_fields;
 use engine::Settings;
 use job::Job;
 use place::Place;
 use std::collections::BTreeMap;
-use std::fmt;
 use std::panic::Location;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -409,13 +409,5 @@ impl Drop for Inner {
     }
 }
 
-impl fmt::Debug for ProcessGroup {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("ProcessGroup")
-            .field("rank", &self.rank())
-            .field("world_size", &self.world_size())
-            .field("backend", &self.backend())
-            .field("device", &self.device())
-            .finish_non_exhaustive()
-    }
-}
+debug_fields!(ProcessGroup: |this| rank = this.rank(), world_size = this.world_size(), backend = this.backend(),
+    device = this.device());

@@ -2,6 +2,7 @@
 
 pub mod activity;
 pub mod deadline;
+mod debug;
 pub mod descriptors;
 mod error;
 pub mod file;

@@ -6,10 +6,10 @@ use super::origin;
 use super::recipe::Recipe;
 use super::{Dataset, EpochOrder, LoaderOptions, LoaderState};
 use candle_ddp_base::activity::during;
+use candle_ddp_base::debug_fields;
 use candle_ddp_base::panic::lock;
 use candle_ddp_base::warnings::warn_aloud;
 use candle_ddp_state::{Error, Result};
-use std::fmt;
 use std::sync::{Arc, Mutex, Once};
 
 /// The loader's position.
@@ -313,15 +313,8 @@ fn warn_of_restart(epoch: u64, consumed: usize) {
     ));
 }
 
-impl<T> fmt::Debug for LoaderIter<T> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("LoaderIter")
-            .field("epoch", &self.here.epoch)
-            .field("consumed", &self.here.consumed)
-            .field("remaining", &self.remaining)
-            .finish_non_exhaustive()
-    }
-}
+debug_fields!(<T> LoaderIter<T>: |this| epoch = this.here.epoch, consumed = this.here.consumed,
+    remaining = this.remaining);
 
 impl<T> ExactSizeIterator for LoaderIter<T> {}
 

@@ -1,10 +1,10 @@
 //! Batches of samples of similar length, or of samples that share a row, with as many tokens each.
 use super::order::{generator, shuffle};
 use super::{EpochOrder, Order};
+use candle_ddp_base::debug_fields;
 use candle_ddp_state::seed::Generator;
 use candle_ddp_state::{Error, Result};
 use std::cmp::Reverse;
-use std::fmt;
 use std::sync::Arc;
 
 /// How [`LengthBatches`] makes batches.
@@ -227,12 +227,4 @@ impl Order for LengthBatches {
     }
 }
 
-impl fmt::Debug for LengthBatches {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("LengthBatches")
-            .field("samples", &self.lengths.len())
-            .field("max_tokens", &self.max_tokens)
-            .field("kind", &self.kind)
-            .finish_non_exhaustive()
-    }
-}
+debug_fields!(LengthBatches: |this| samples = this.lengths.len(), max_tokens = this.max_tokens, kind = this.kind);

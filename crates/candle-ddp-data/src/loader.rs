@@ -6,10 +6,10 @@ use super::deal::Deal;
 use super::iter::Position;
 use super::{Collate, Dataset, DistributedSampler, LoaderGroup, LoaderOptions, Order, SamplerOptions, default_collate};
 use candle_core::Device;
+use candle_ddp_base::debug_fields;
 use candle_ddp_state::{Error, Result};
 #[cfg(feature = "cuda")]
 use candle_ddp_tensor::kernels::Uploader;
-use std::fmt;
 use std::sync::{Arc, Mutex, Once};
 
 /// Makes batches of a [`Dataset`]: each rank gets its part of the samples, as a [`DistributedSampler`] deals them out, or in
@@ -266,12 +266,5 @@ where
     }
 }
 
-impl<D: Dataset, T> fmt::Debug for DataLoader<D, T> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("DataLoader")
-            .field("options", &self.options)
-            .field("device", &self.device)
-            .field("state", &self.state())
-            .finish_non_exhaustive()
-    }
-}
+debug_fields!(<D: Dataset, T> DataLoader<D, T>: |this| options = this.options, device = this.device,
+    state = this.state());

@@ -2,10 +2,10 @@
 use super::deal::{Deal, Places};
 use super::indices::Indices;
 use super::options::LoaderOptions;
+use candle_ddp_base::debug_fields;
 use candle_ddp_state::hash::content_64;
 use candle_ddp_state::seed::Generator;
 use candle_ddp_state::{Error, Result};
-use std::fmt;
 use std::sync::{Arc, OnceLock};
 
 /// The order in which all ranks together read the samples of an epoch: what PyTorch calls a sampler, or a batch sampler if it
@@ -181,14 +181,7 @@ impl FromIterator<usize> for EpochOrder {
     }
 }
 
-impl fmt::Debug for EpochOrder {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("EpochOrder")
-            .field("samples", &self.len())
-            .field("batches", &self.num_batches())
-            .finish_non_exhaustive()
-    }
-}
+debug_fields!(EpochOrder: |this| samples = this.len(), batches = this.num_batches());
 
 /// The generator of an epoch of the orders of this name. Augmentation draws from the seed itself.
 pub(super) fn generator(name: [u8; 8], seed: u64, epoch: u64) -> Generator {

@@ -1,9 +1,9 @@
 //! Samples that are drawn as often as their weights say.
 use super::order::generator;
 use super::{EpochOrder, Order};
+use candle_ddp_base::debug_fields;
 use candle_ddp_state::{Error, Result};
 use rayon::prelude::*;
-use std::fmt;
 use std::sync::Arc;
 
 /// Draws samples at random, each as often as its weight says, anew in each epoch: the distribution of PyTorch's
@@ -147,12 +147,5 @@ fn uniform(seed: u64, epoch: u64) -> impl Fn(usize) -> f64 + Sync {
     move |place| draw.unit(place as u64)
 }
 
-impl fmt::Debug for WeightedSampler {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("WeightedSampler")
-            .field("dataset_len", &self.dataset_len)
-            .field("num_samples", &self.num_samples)
-            .field("replacement", &matches!(self.draw, Draw::WithReplacement(_)))
-            .finish_non_exhaustive()
-    }
-}
+debug_fields!(WeightedSampler: |this| dataset_len = this.dataset_len, num_samples = this.num_samples,
+    replacement = matches!(this.draw, Draw::WithReplacement(_)));

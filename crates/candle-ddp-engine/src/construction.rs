@@ -1,6 +1,7 @@
 use crate::flight_recorder::Recording;
 use crate::standing::Membership;
 use crate::{Error, Result};
+use candle_ddp_base::debug_fields;
 use std::time::{Duration, Instant};
 
 /// The conditions that can end the construction of a group early, and how its calls are recorded.
@@ -47,8 +48,4 @@ impl Construction<'_> {
     }
 }
 
-impl std::fmt::Debug for Construction<'_> {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Construction").field("deadline", &self.deadline).finish_non_exhaustive()
-    }
-}
+debug_fields!(Construction<'_>: deadline);

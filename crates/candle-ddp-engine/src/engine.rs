@@ -18,6 +18,7 @@ use crate::tcp::handshake::HandshakeConfig;
 use crate::tcp::monitor;
 use crate::work_queue::WorkQueue;
 use crate::{Error, Result, thread};
+use candle_ddp_base::debug_fields;
 use candle_ddp_env::PROCESS;
 use candle_ddp_rendezvous::know_waits;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -52,14 +53,7 @@ pub struct Engine {
     monitors: Vec<JoinHandle<()>>,
 }
 
-impl std::fmt::Debug for Engine {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Engine")
-            .field("rank", &self.rank())
-            .field("world_size", &self.world_size())
-            .finish_non_exhaustive()
-    }
-}
+debug_fields!(Engine: |this| rank = this.rank(), world_size = this.world_size());
 
 impl Engine {
     /// Connects rank `rank` to the other ranks of a group of `world_size`, and returns once all are connected, unless

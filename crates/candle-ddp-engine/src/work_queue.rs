@@ -12,6 +12,7 @@ use crate::session::Session;
 use crate::shm::session::ShmSession;
 use crate::tcp::session::TcpSession;
 use crate::thread::spawn;
+use candle_ddp_base::debug_fields;
 use candle_ddp_rendezvous::count_wait;
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -52,11 +53,7 @@ struct Job {
     outcome: Arc<Outcome>,
 }
 
-impl std::fmt::Debug for WorkQueue {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("WorkQueue").field("channel", &self.shared.channel).finish_non_exhaustive()
-    }
-}
+debug_fields!(WorkQueue: |this| channel = this.shared.channel);
 
 impl WorkQueue {
     pub(crate) fn new(group: Arc<Group>, channel: Channel, tuning: Tuning) -> Self {
@@ -344,8 +341,4 @@ impl Work {
     }
 }
 
-impl std::fmt::Debug for Work {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Work").field("is_completed", &self.is_completed()).finish_non_exhaustive()
-    }
-}
+debug_fields!(Work: |this| is_completed = this.is_completed());

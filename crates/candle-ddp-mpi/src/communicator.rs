@@ -1,3 +1,4 @@
+use candle_ddp_base::debug_fields;
 use crate::comm::Comm;
 use crate::group::Group;
 use crate::lifetime::library;
@@ -40,14 +41,7 @@ pub struct MpiCommunicator {
     thread: Mutex<Option<JoinHandle<()>>>,
 }
 
-impl std::fmt::Debug for MpiCommunicator {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("MpiCommunicator")
-            .field("rank", &self.rank())
-            .field("world_size", &self.world_size())
-            .finish_non_exhaustive()
-    }
-}
+debug_fields!(MpiCommunicator: |this| rank = this.rank(), world_size = this.world_size());
 
 impl MpiCommunicator {
     /// The engine of all processes that the launcher started (`MPI_COMM_WORLD`), which all of them must create. MPI is

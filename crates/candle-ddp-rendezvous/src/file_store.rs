@@ -3,6 +3,7 @@ use super::file_log::{Access, FileLog};
 use super::hash_store::parse_counter;
 use crate::{Error, Result};
 use candle_ddp_base::deadline::deadline_after;
+use candle_ddp_base::debug_fields;
 use candle_ddp_base::panic::lock;
 use std::collections::HashMap;
 use std::path::Path;
@@ -37,11 +38,7 @@ pub struct FileStore {
     deadline: Option<Instant>,
 }
 
-impl std::fmt::Debug for FileStore {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("FileStore").field("path", &self.path).field("timeout", &self.timeout).finish_non_exhaustive()
-    }
-}
+debug_fields!(FileStore: path, timeout);
 
 struct State {
     log: FileLog,

@@ -1,6 +1,7 @@
 use super::Store;
 use crate::{Error, Result};
 use candle_ddp_base::deadline::deadline_after;
+use candle_ddp_base::debug_fields;
 use candle_ddp_base::panic::{lock, wait_timeout};
 use std::collections::HashMap;
 use std::sync::{Arc, Condvar, Mutex};
@@ -12,11 +13,7 @@ pub struct HashStore {
     timeout: Duration,
 }
 
-impl std::fmt::Debug for HashStore {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("HashStore").field("timeout", &self.timeout).finish_non_exhaustive()
-    }
-}
+debug_fields!(HashStore: timeout);
 
 #[derive(Default)]
 struct Shared {

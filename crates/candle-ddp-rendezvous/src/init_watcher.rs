@@ -12,6 +12,7 @@ use super::{LastWill, PrefixStore, Store};
 use crate::error::Failure;
 use crate::json::{decide, encode, read};
 use crate::{Error, Result};
+use candle_ddp_base::debug_fields;
 use candle_ddp_base::host::host_name;
 use candle_ddp_base::thread;
 use std::fmt::Display;
@@ -61,15 +62,7 @@ pub struct InitWatcher {
     will: Option<LastWill>,
 }
 
-impl std::fmt::Debug for InitWatcher {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("InitWatcher")
-            .field("prefix", &self.prefix)
-            .field("rank", &self.rank)
-            .field("hosts", &self.hosts)
-            .finish_non_exhaustive()
-    }
-}
+debug_fields!(InitWatcher: prefix, rank, hosts);
 
 struct Thread {
     stop: Sender<()>,

@@ -1,3 +1,5 @@
+use candle_ddp_base::debug_fields;
+
 /// A last will, which a [`Store`](super::Store) carries out when this process ends or this value is dropped; see
 /// [`Store::last_will`](super::Store::last_will).
 pub struct LastWill {
@@ -16,8 +18,4 @@ impl LastWill {
     }
 }
 
-impl std::fmt::Debug for LastWill {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("LastWill").finish_non_exhaustive()
-    }
-}
+debug_fields!(LastWill);

@@ -10,6 +10,7 @@ use super::tcp_store::Listening;
 use super::{FileStore, HashStore, PrefixStore, Secret, Store, TcpStore, TcpStoreOptions};
 use crate::{Error, Result};
 use candle_ddp_base::deadline::deadline_after;
+use candle_ddp_base::debug_fields;
 use candle_ddp_base::panic::lock;
 use candle_ddp_base::warnings::warn_aloud;
 use std::collections::BTreeMap;
@@ -43,17 +44,7 @@ pub struct Rendezvous {
     pub secret: Option<Secret>,
 }
 
-impl std::fmt::Debug for Rendezvous {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Rendezvous")
-            .field("rank", &self.rank)
-            .field("world_size", &self.world_size)
-            .field("local_rank", &self.local_rank)
-            .field("local_world_size", &self.local_world_size)
-            .field("address", &self.address)
-            .finish_non_exhaustive()
-    }
-}
+debug_fields!(Rendezvous: rank, world_size, local_rank, local_world_size, address);
 
 /// Waits for the other ranks: PyTorch's `init_process_group` up to the point where the store exists and all ranks have
 /// arrived.
@@ -108,15 +99,7 @@ pub struct RunStore {
     reporter: Option<Arc<Reporter>>,
 }
 
-impl std::fmt::Debug for RunStore {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("RunStore")
-            .field("name", &self.name)
-            .field("hosts", &self.hosts)
-            .field("prefix", &self.prefix)
-            .finish_non_exhaustive()
-    }
-}
+debug_fields!(RunStore: name, hosts, prefix);
 
 /// A meeting of ranks in the store of their run.
 #[derive(Debug)]

@@ -1,5 +1,6 @@
 use super::{LastWill, Store};
 use crate::Result;
+use candle_ddp_base::debug_fields;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -10,11 +11,7 @@ pub struct PrefixStore {
     store: Arc<dyn Store>,
 }
 
-impl std::fmt::Debug for PrefixStore {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("PrefixStore").field("prefix", &self.prefix).finish_non_exhaustive()
-    }
-}
+debug_fields!(PrefixStore: prefix);
 
 impl PrefixStore {
     /// Creates the namespace of `store`'s keys that begin with `prefix/`.

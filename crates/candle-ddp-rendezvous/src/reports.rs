@@ -3,6 +3,7 @@
 use super::Store;
 use super::store::absent_ranks;
 use crate::{Error, Result};
+use candle_ddp_base::debug_fields;
 use std::fmt::Display;
 use std::time::Duration;
 
@@ -48,15 +49,7 @@ pub struct StoreReports<'a> {
     pub world_size: usize,
 }
 
-impl std::fmt::Debug for StoreReports<'_> {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("StoreReports")
-            .field("topic", &self.topic)
-            .field("rank", &self.rank)
-            .field("world_size", &self.world_size)
-            .finish_non_exhaustive()
-    }
-}
+debug_fields!(StoreReports<'_>: topic, rank, world_size);
 
 impl StoreReports<'_> {
     /// The key of the report of `rank`.

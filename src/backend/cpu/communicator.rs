@@ -5,6 +5,7 @@ use crate::backend::{Collective, Communicator, Completion, Construction, P2pOp, 
 use crate::error::Failure;
 use crate::rendezvous::Store;
 use crate::{Error, Result};
+use candle_ddp_base::debug_fields;
 use candle_ddp_engine::{self as engine, Call, Channel, CpuOptions, Engine, Operands, Tensors};
 use std::sync::Arc;
 use std::time::Instant;
@@ -36,14 +37,7 @@ pub struct CpuCommunicator {
     engine: Engine,
 }
 
-impl std::fmt::Debug for CpuCommunicator {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("CpuCommunicator")
-            .field("rank", &self.rank())
-            .field("world_size", &self.world_size())
-            .finish_non_exhaustive()
-    }
-}
+debug_fields!(CpuCommunicator: |this| rank = this.rank(), world_size = this.world_size());
 
 impl CpuCommunicator {
     /// Connects rank `rank` to the other ranks of a group of `world_size`, and returns once all are connected.

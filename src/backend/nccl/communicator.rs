@@ -23,6 +23,7 @@ use crate::rendezvous::Store;
 use crate::warnings::warn_aloud;
 use crate::{Error, Result};
 use candle_core::{DType, Device, Tensor};
+use candle_ddp_base::debug_fields;
 use candle_ddp_engine::device_group::{DeviceGroup, Fence, HealthStore, Watched};
 use candle_ddp_engine::standing::Membership;
 use candle_ddp_engine::{Call, Channel};
@@ -82,11 +83,7 @@ pub struct NcclCommunicator {
     threads: Vec<JoinHandle<()>>,
 }
 
-impl std::fmt::Debug for NcclCommunicator {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("NcclCommunicator").field("rank", &self.rank()).finish_non_exhaustive()
-    }
-}
+debug_fields!(NcclCommunicator: |this| rank = this.rank());
 
 impl NcclCommunicator {
     /// Connects rank `rank` to the others of `world_size` ranks, each on its own GPU. Returns once all are connected.

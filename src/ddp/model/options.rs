@@ -5,6 +5,7 @@ use crate::ddp::watch::replica_check::ReplicaCheck;
 use crate::variables::is_batch_norm_buffer;
 use crate::{Result, trace};
 use candle_core::DType;
+use candle_ddp_base::debug_fields;
 use candle_ddp_env::Variables;
 use std::fmt;
 use std::path::PathBuf;
@@ -124,21 +125,8 @@ impl DdpOptions {
     }
 }
 
-impl fmt::Debug for DdpOptions {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("DdpOptions")
-            .field("precision", &self.precision)
-            .field("buckets", &self.buckets)
-            .field("broadcast_buffers", &self.broadcast_buffers)
-            .field("unused", &self.unused)
-            .field("replica_check", &self.replica_check)
-            .field("init_seed", &self.init_seed)
-            .field("trace", &self.trace)
-            .field("on_non_finite", &self.on_non_finite)
-            .field("sharding", &self.sharding)
-            .finish_non_exhaustive()
-    }
-}
+debug_fields!(DdpOptions: precision, buckets, broadcast_buffers, unused, replica_check, init_seed, trace,
+    on_non_finite, sharding);
 
 /// The buckets in which gradients travel, of all parameters in the order in which they become complete.
 #[derive(Clone, Copy, Debug, PartialEq)]

@@ -10,7 +10,7 @@ use crate::process_group::{Active, Join, Operation, ProcessGroup};
 use crate::state::StateDict;
 use crate::warnings::warn_aloud;
 use crate::{Error, Result};
-use std::fmt;
+use candle_ddp_base::debug_fields;
 
 static JOIN_SYNC: Purpose = Purpose::of("Joined::sync");
 
@@ -62,16 +62,7 @@ impl<T> Joined<T> {
     }
 }
 
-impl<T: fmt::Debug> fmt::Debug for Joined<T> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { value, last, was_uneven, .. } = self;
-        f.debug_struct("Joined")
-            .field("value", value)
-            .field("last", last)
-            .field("was_uneven", was_uneven)
-            .finish_non_exhaustive()
-    }
-}
+debug_fields!(<T: std::fmt::Debug> Joined<T>: value, last, was_uneven);
 
 /// [`DistributedDataParallel::join`](crate::DistributedDataParallel::join) for several models of one group. Backward
 /// passes inside of it may train one of them, or several by [`backward_with`](crate::backward_with).

@@ -2,19 +2,15 @@ use super::Reducer;
 use crate::Result;
 use crate::state::StateDict;
 use candle_core::Tensor;
+use candle_ddp_base::debug_fields;
 use std::collections::HashMap;
-use std::fmt;
 
 /// The state of the registered communication hook on this rank.
 pub(in crate::ddp) struct CommHookState<'a> {
     pub(in crate::ddp) reducer: &'a Reducer,
 }
 
-impl fmt::Debug for CommHookState<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("CommHookState").finish_non_exhaustive()
-    }
-}
+debug_fields!(CommHookState<'_>);
 
 impl StateDict for CommHookState<'_> {
     fn state_dict(&self) -> Result<HashMap<String, Tensor>> {

@@ -8,6 +8,7 @@ use crate::panic::{lock, wait};
 use crate::standing::{Membership, Thread, Wait};
 use crate::wait::wait_until;
 use crate::{Call, Channel};
+use candle_ddp_base::debug_fields;
 use rustix::thread::Pid;
 use std::collections::{BTreeSet, HashMap, HashSet};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, Weak};
@@ -105,14 +106,7 @@ pub enum SuspectedFailure {
     Expired { channel: Channel, sequence: u64, call: Call },
 }
 
-impl std::fmt::Debug for DeviceGroup {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("DeviceGroup")
-            .field("rank", &self.rank)
-            .field("world_size", &self.world_size)
-            .finish_non_exhaustive()
-    }
-}
+debug_fields!(DeviceGroup: rank, world_size);
 
 impl DeviceGroup {
     /// A group without calls.

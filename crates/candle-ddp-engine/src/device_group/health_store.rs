@@ -7,6 +7,7 @@ use crate::host::host_name;
 use crate::rendezvous::json::{decide, encode};
 use crate::rendezvous::liveness::{goodbye, heartbeat, heartbeat_key, leave_will, notice};
 use crate::rendezvous::{LastWill, Store};
+use candle_ddp_base::debug_fields;
 use candle_ddp_base::wire::{Reader, Writer};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
@@ -92,12 +93,7 @@ pub(super) struct Look {
     pub(super) heartbeat: Vec<u8>,
 }
 
-impl std::fmt::Debug for HealthStore {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let Self { rank, world_size, .. } = self;
-        f.debug_struct("HealthStore").field("rank", rank).field("world_size", world_size).finish_non_exhaustive()
-    }
-}
+debug_fields!(HealthStore: rank, world_size);
 
 impl HealthStore {
     /// Creates this rank's keys. The keys of other ranks may be read once all ranks have done so.

@@ -4,6 +4,7 @@ use crate::host::host_name;
 use crate::panic::lock;
 use crate::warnings::warn_aloud;
 use crate::{Error, Result};
+use candle_ddp_base::debug_fields;
 use candle_ddp_base::flight_record::{CallRecord, GroupRecord, RankRecord, VERSION};
 use candle_ddp_env::PROCESS;
 use std::path::{Path, PathBuf};
@@ -43,14 +44,7 @@ pub struct Recording {
     ranks: Vec<usize>,
 }
 
-impl std::fmt::Debug for FlightRecorder {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("FlightRecorder")
-            .field("options", &self.options)
-            .field("rank", &self.rank)
-            .finish_non_exhaustive()
-    }
-}
+debug_fields!(FlightRecorder: options, rank);
 
 impl FlightRecorder {
     /// Returns `None` if the recorder is turned off.

@@ -7,6 +7,7 @@ use crate::call_site::CallSite;
 use crate::error::Failure;
 use crate::panic::{lock, wait_timeout};
 use crate::{Result, thread};
+use candle_ddp_base::debug_fields;
 use candle_ddp_base::hash::content_64;
 use candle_ddp_base::text::ranks;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -85,11 +86,7 @@ pub struct Membership {
     outlives: bool,
 }
 
-impl std::fmt::Debug for Membership {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Membership").field("path", &self.path).field("ranks", &self.ranks).finish_non_exhaustive()
-    }
-}
+debug_fields!(Membership: path, ranks);
 
 impl Membership {
     /// The place of a new job's group of all ranks, in which this process has rank `rank`.

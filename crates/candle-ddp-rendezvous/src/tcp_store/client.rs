@@ -5,6 +5,7 @@ use crate::store::CANCELLATION_CHECK;
 use crate::{Error, Result};
 use crate::{LastWill, Secret, Store};
 use candle_ddp_base::deadline::deadline_after;
+use candle_ddp_base::debug_fields;
 use candle_ddp_base::descriptors::{SHORTAGE_HINT, is_shortage};
 use candle_ddp_base::panic::lock;
 use std::net::{IpAddr, SocketAddr};
@@ -40,15 +41,7 @@ pub struct TcpStore {
     server: Option<Arc<TcpStoreServer>>,
 }
 
-impl std::fmt::Debug for TcpStore {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("TcpStore")
-            .field("host", &self.host)
-            .field("port", &self.port)
-            .field("timeout", &self.timeout)
-            .finish_non_exhaustive()
-    }
-}
+debug_fields!(TcpStore: host, port, timeout);
 
 impl TcpStore {
     /// Connects to the server at `host`:`port` within `timeout`; the server may start later than this client. `timeout`

@@ -5,6 +5,7 @@ use super::options::TcpStoreServerOptions;
 use super::service::{Keys, Service};
 use super::state::State;
 use crate::{Error, Result};
+use candle_ddp_base::debug_fields;
 use candle_ddp_base::{descriptors, thread};
 use std::net::{SocketAddr, TcpListener};
 use std::os::unix::net::UnixStream;
@@ -127,8 +128,4 @@ impl Drop for TcpStoreServer {
     }
 }
 
-impl std::fmt::Debug for TcpStoreServer {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("TcpStoreServer").field("addresses", &self.addresses).finish_non_exhaustive()
-    }
-}
+debug_fields!(TcpStoreServer: addresses);

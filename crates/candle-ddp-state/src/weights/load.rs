@@ -10,9 +10,9 @@ use crate::state::file::Hashed;
 use crate::variables::NamePredicate;
 use crate::{Error, Result};
 use candle_core::{Tensor, Var};
+use candle_ddp_base::debug_fields;
 use candle_nn::VarMap;
 use std::collections::{BTreeMap, HashMap};
-use std::fmt;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -66,11 +66,7 @@ impl LoadOptions {
     }
 }
 
-impl fmt::Debug for LoadOptions {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("LoadOptions").field("strict", &self.strict).field("key", &self.key).finish_non_exhaustive()
-    }
-}
+debug_fields!(LoadOptions: strict, key);
 
 /// The result of [`load_with`]. All names are sorted, and are the model's, or the names that the model would have.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]

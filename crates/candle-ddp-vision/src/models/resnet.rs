@@ -1,12 +1,12 @@
 //! ResNet-18, -34 and -50.
 use crate::Error;
 use candle_core::{D, Module, ModuleT, Result, Tensor};
+use candle_ddp_base::debug_fields;
 use candle_ddp_nn::init::{FanInOut, NonLinearity, NormalOrUniform};
 use candle_ddp_nn::{
     BatchNorm, Conv2d, Conv2dConfig, Init, Linear, MaxPool2dOptions, VarBuilder, adaptive_avg_pool2d, batch_norm,
     flatten, max_pool2d,
 };
-use std::fmt;
 use std::sync::Arc;
 
 /// A function that makes the batch norm of so many channels: torchvision's `norm_layer`.
@@ -109,16 +109,7 @@ impl Default for ResNetOptions {
     }
 }
 
-impl fmt::Debug for ResNetOptions {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("ResNetOptions")
-            .field("num_classes", &self.num_classes)
-            .field("replace_stride_with_dilation", &self.replace_stride_with_dilation)
-            .field("stem", &self.stem)
-            .field("width", &self.width)
-            .finish_non_exhaustive()
-    }
-}
+debug_fields!(ResNetOptions: num_classes, replace_stride_with_dilation, stem, width);
 
 impl ResNet {
     fn new(kind: BlockKind, blocks: [usize; 4], options: ResNetOptions, vb: VarBuilder) -> Result<Self> {

@@ -5,11 +5,11 @@ mod folder;
 use crate::read_range::{location_of, version_of};
 use crate::{Error, FileVersion, ReadRange, Result};
 use block::{Block, KeptBlock, Miss};
+use candle_ddp_base::debug_fields;
 use candle_ddp_base::panic::lock;
 use candle_ddp_base::warnings::Warnings;
 use folder::Folder;
 use std::collections::HashMap;
-use std::fmt;
 use std::io::{self, ErrorKind};
 use std::ops::Range;
 use std::path::PathBuf;
@@ -262,11 +262,4 @@ impl<R: ReadRange> ReadRange for RangeCache<R> {
     }
 }
 
-impl<R> fmt::Debug for RangeCache<R> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("RangeCache")
-            .field("folder", &self.folder.path())
-            .field("options", &self.options)
-            .finish_non_exhaustive()
-    }
-}
+debug_fields!(<R> RangeCache<R>: |this| folder = this.folder.path(), options = this.options);

@@ -10,9 +10,9 @@ pub(crate) use index::is_index;
 pub use sample::TarSample;
 
 use crate::{Error, ReadRange, Result};
+use candle_ddp_base::debug_fields;
 use index::Index;
 use read::Shard;
-use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -210,12 +210,5 @@ fn is_compressed(path: &Path) -> bool {
     ENDS.iter().any(|end| name.ends_with(end))
 }
 
-impl fmt::Debug for TarShards {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("TarShards")
-            .field("shards", &self.shards.len())
-            .field("samples", &self.num_samples())
-            .field("remote", &self.shards.iter().any(Shard::is_remote))
-            .finish_non_exhaustive()
-    }
-}
+debug_fields!(TarShards: |this| shards = this.shards.len(), samples = this.num_samples(),
+    remote = this.shards.iter().any(Shard::is_remote));
