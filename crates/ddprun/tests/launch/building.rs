@@ -63,8 +63,7 @@ fn a_failed_build_shows_the_reason_and_returns_cargos_code() {
     for (example, hint) in [("broken", "no_such_function"), ("missing", "missing")] {
         let mut command = sandbox.ddprun(&["--example", example, "--debug"]);
         let ran = Ran::new(cargo_environment(&mut command));
-        assert_eq!(ran.code, Some(101), "{ran:?}");
-        ran.says(hint);
+        ran.ends(101, &[hint]);
         assert_eq!(ran.stdout, "");
     }
 }
@@ -73,6 +72,5 @@ fn a_failed_build_shows_the_reason_and_returns_cargos_code() {
 fn cargo_itself_may_be_missing() {
     let sandbox = Sandbox::new();
     let ran = Ran::new(sandbox.ddprun(&["--example", "x"]).env("CARGO", "/no/such/cargo"));
-    assert_eq!(ran.code, Some(127));
-    ran.says("CARGO");
+    ran.ends(127, &["CARGO"]);
 }

@@ -112,8 +112,7 @@ fn wrong_options_say_what_is_right() {
         (&["check", "x"], "unexpected argument"),
     ] {
         let ran = Ran::new(&mut sandbox.ddprun(args));
-        assert_eq!(ran.code, Some(2), "{ran:?}");
-        ran.says(says);
+        ran.ends(2, &[says]);
     }
 }
 
@@ -160,8 +159,7 @@ fn nodes_that_do_not_fit_together_start_no_run() {
     let sandbox = Sandbox::new();
     let all = checked_nodes(&sandbox, 3, 1, true);
     for ran in &all {
-        assert_eq!(ran.code, Some(1), "{all:?}");
-        ran.says("--check: the run does not start: NCCL is 2.25.1 on node 2 ");
+        ran.ends(1, &["--check: the run does not start: NCCL is 2.25.1 on node 2 "]);
     }
     assert!(all[0].stdout.contains("\n1 outlier(s):\n- NCCL is 2.25.1 on node 2 "), "{all:?}");
     assert!(!sandbox.path("started").exists(), "{all:?}");

@@ -136,8 +136,7 @@ fn a_spare_that_a_signal_ends_was_not_needed() {
     nodes.wait_for_spare(0);
     signalled.send(Signal::TERM);
     let signalled = finish(vec![signalled]).remove(0);
-    assert_eq!(signalled.code, Some(0), "{signalled:?}");
-    signalled.says("SIGTERM: this spare was not needed");
+    signalled.ends(0, &["SIGTERM: this spare was not needed"]);
     wait_until("the end of the spare", || !status(&nodes.sandbox, nodes.port).stdout.contains("  waiting\n"));
     let spare = nodes.start(&args, SCRIPT);
     nodes.wait_for_spare(0);
@@ -197,8 +196,7 @@ fn a_store_without_a_run_says_what_is_wrong() {
         ),
     ] {
         let ran = Ran::new(&mut sandbox.ddprun(args));
-        assert_eq!(ran.code, Some(2), "{ran:?}");
-        ran.says(says);
+        ran.ends(2, &[says]);
     }
 }
 
@@ -266,8 +264,7 @@ fn a_failure_of_a_worker_counts_where_all_nodes_live() {
     let running = vec![nodes.start(&[], &script), nodes.start(&[], &script)];
     nodes.wait_for_round(0, 2);
     for ran in nodes.end(running) {
-        assert_eq!(ran.code, Some(9), "{ran:?}");
-        ran.says("rank 3 on host ");
+        ran.ends(9, &["rank 3 on host "]);
     }
 }
 
@@ -279,8 +276,7 @@ fn too_few_nodes_end_the_run() {
     nodes.wait_for_round(0, 2);
     second.send(Signal::KILL);
     let ran = finish(vec![first]).remove(0);
-    assert_eq!(ran.code, Some(1), "{ran:?}");
-    ran.says("The 1 remaining node(s) are fewer than --nnodes requires (2)");
+    ran.ends(1, &["The 1 remaining node(s) are fewer than --nnodes requires (2)"]);
 }
 
 /// It has no workers, and fails with the run.

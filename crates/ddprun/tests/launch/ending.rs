@@ -30,9 +30,7 @@ fn the_first_failure_decides_the_exit_code_and_ends_the_others() {
 #[test]
 fn a_worker_killed_by_a_signal_counts_as_128_and_the_signal() {
     let ran = Sandbox::new().run(&[], "echo out; kill -SEGV $$");
-    assert_eq!(ran.code, Some(139));
-    ran.says("was killed by SIGSEGV");
-    ran.says("its last lines:\n    out\n");
+    ran.ends(139, &["was killed by SIGSEGV", "its last lines:\n    out\n"]);
 }
 
 #[test]
@@ -74,8 +72,7 @@ fn a_worker_that_ignores_sigterm_is_killed_after_the_grace_period() {
         if [ $RANK = 1 ]; then while [ ! -e armed ]; do sleep 0.01; done; exit 3; fi
         trap '' TERM; : >armed; while :; do sleep 0.01; done"#;
     let ran = sandbox.run(&["--nproc-per-node", "2", "--shutdown-timeout", "0.2"], script);
-    assert_eq!(ran.code, Some(3));
-    ran.says("rank 0 was killed by SIGKILL after ddprun asked it to exit");
+    ran.ends(3, &["rank 0 was killed by SIGKILL after ddprun asked it to exit"]);
 }
 
 /// Returns whether this process ignores a signal; the processes that it starts then ignore it too.
@@ -216,8 +213,7 @@ fn a_user_signal_may_end_the_run() {
     sandbox.wait_for("armed");
     child.send(Signal::USR1);
     let ran = Ran::of(child);
-    assert_eq!(ran.code, Some(128 + 10));
-    ran.says("SIGUSR1 forwarded to the workers");
+    ran.ends(128 + 10, &["SIGUSR1 forwarded to the workers"]);
 }
 
 /// `timeout` signals both the process and its group.
@@ -337,9 +333,7 @@ fn workers_that_fail_at_the_same_time_are_all_named() {
     wait_until("both to fail", || !pids.iter().any(|&pid| is_alive(pid)));
     child.send(Signal::CONT);
     let ran = Ran::of(child);
-    assert_eq!(ran.code, Some(7));
-    ran.says("failed first: it exited with code 7");
-    ran.says("exited with code 7 by itself");
+    ran.ends(7, &["failed first: it exited with code 7", "exited with code 7 by itself"]);
 }
 
 /// For example because of a memory shortage: the kernel takes a while to reclaim the memory.
@@ -360,8 +354,7 @@ fn a_worker_that_ended_too_early_is_named() {
         if [ $RANK = 1 ]; then echo $$ >pid.new; mv pid.new pid; exit 0; fi
         while [ ! -e pid ] || kill -0 $(cat pid) 2>/dev/null; do sleep 0.01; done; exit 5"#;
     let ran = Sandbox::new().run(&["--nproc-per-node", "2"], script);
-    assert_eq!(ran.code, Some(5), "{ran:?}");
-    ran.says("rank 1 exited with code 0 by itself");
+    ran.ends(5, &["rank 1 exited with code 0 by itself"]);
 }
 
 #[test]

@@ -239,13 +239,10 @@ fn a_master_that_has_no_address_on_its_own_machine_is_an_error() {
     // On several machines the name may take a moment.
     let args = ["--nnodes=2", "--node-rank=0", "--master-addr=no-such-host.invalid", "--master-port=1"];
     let ran = Sandbox::new().run(&args, "true");
-    assert_eq!(ran.code, Some(2), "{ran:?}");
-    ran.says("cannot resolve the name \"no-such-host.invalid\": ");
-    ran.says("Trying again for 10 s");
+    ran.ends(2, &["cannot resolve the name \"no-such-host.invalid\": ", "Trying again for 10 s"]);
     for wrong in ["node0 node1", "a:b"] {
         let ran = Sandbox::new().run(&["--master-addr", wrong], "true");
-        assert_eq!(ran.code, Some(2), "{ran:?}");
-        ran.says(&format!("--master-addr: {wrong:?} must be one name or address"));
+        ran.ends(2, &[&format!("--master-addr: {wrong:?} must be one name or address")]);
     }
 }
 
@@ -298,8 +295,7 @@ fn each_worker_sees_one_gpu_with_virtual_local_ranks() {
         assert_eq!(ran.sorted(), expected, "{ran:?}");
     }
     let ran = Ran::new(sandbox.ddprun(&[&args[..], &[script]].concat()).env("CUDA_VISIBLE_DEVICES", "3"));
-    assert_eq!(ran.code, Some(2), "{ran:?}");
-    ran.says("each of 2 workers needs its own GPU, but CUDA_VISIBLE_DEVICES is \"3\"");
+    ran.ends(2, &["each of 2 workers needs its own GPU, but CUDA_VISIBLE_DEVICES is \"3\""]);
 }
 
 #[test]

@@ -126,8 +126,7 @@ fn variables_that_are_named_reach_the_workers_unseen() {
 fn the_first_failure_ends_all_and_decides_the_code() {
     let sandbox = sandbox();
     let ran = Ran::new(&mut ddprun(&sandbox, &[], "[ $RANK = 0 ] || exit 42; exec sleep 1000"));
-    assert_eq!(ran.code, Some(42), "{ran:?}");
-    ran.says("rank 1 on host ");
+    ran.ends(42, &["rank 1 on host "]);
 }
 
 #[test]
@@ -224,8 +223,7 @@ fn a_secret_of_several_lines_is_refused_and_not_shown() {
     let (first, second) = ("a".repeat(64), "b".repeat(64));
     let mut command = ddprun(&sandbox, &[], "true");
     let ran = Ran::new(command.env("CANDLE_DDP_SECRET", format!("{first}\n{second}")));
-    assert_eq!(ran.code, Some(1), "{ran:?}");
-    ran.says("CANDLE_DDP_SECRET=\"(hidden)\": the secret must be a single line");
+    ran.ends(1, &["CANDLE_DDP_SECRET=\"(hidden)\": the secret must be a single line"]);
     assert!(!ran.stderr.contains(&second[..32]), "{ran:?}");
     // Nor is what an agent gets from a ddprun that sends it all the same.
     let mut agent =
@@ -281,10 +279,8 @@ fn contradictions_say_what_to_do() {
         (&["--hosts=a", "--rsh= ", "x"], "--rsh: is empty"),
     ] {
         let ran = Ran::new(&mut sandbox.ddprun(args));
-        assert_eq!(ran.code, Some(2), "{ran:?}");
-        ran.says(says);
+        ran.ends(2, &[says]);
     }
     let ran = Ran::new(&mut sandbox.ddprun(&["--hosts=a", "--rsh=./absent", "x"]));
-    assert_eq!(ran.code, Some(127), "{ran:?}");
-    ran.says("--rsh");
+    ran.ends(127, &["--rsh"]);
 }

@@ -175,6 +175,15 @@ impl Ran {
         lines
     }
 
+    /// Checks the exit code, and that stderr contains all `parts`.
+    #[track_caller]
+    fn ends(&self, code: i32, parts: &[&str]) {
+        assert_eq!(self.code, Some(code), "{self:?}");
+        for part in parts {
+            self.says(part);
+        }
+    }
+
     #[track_caller]
     fn says(&self, part: &str) {
         assert!(self.stderr.contains(part), "no {part:?} in:\n{}", self.stderr);

@@ -174,8 +174,7 @@ fn a_port_that_is_taken_ends_the_run_before_it_begins() {
     let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let port = taken.local_addr().unwrap().port().to_string();
     let ran = sandbox.run(&["--metrics-port", &port], ": >here");
-    assert_eq!(ran.code, Some(1), "{ran:?}");
-    ran.says("for --metrics-port");
+    ran.ends(1, &["for --metrics-port"]);
     assert!(!sandbox.path("here").exists());
 }
 
@@ -183,6 +182,5 @@ fn a_port_that_is_taken_ends_the_run_before_it_begins() {
 fn a_free_port_is_said() {
     let sandbox = Sandbox::new();
     let ran = sandbox.run(&["--metrics-port=0", "--metrics-addr=::1"], "true");
-    assert_eq!(ran.code, Some(0), "{ran:?}");
-    ran.says("metrics are at http://[::1]:");
+    ran.ends(0, &["metrics are at http://[::1]:"]);
 }

@@ -119,9 +119,7 @@ fn the_rank_that_was_killed_on_another_node_is_the_root() {
     );
     let nodes = Nodes::new(2);
     for ran in nodes.run_with_a_late_node(&script, 3) {
-        assert_eq!(ran.code, Some(128 + 9), "{ran:?}");
-        ran.says("rank 3 on host ");
-        ran.says("(node 1) failed first: it was killed by SIGKILL");
+        ran.ends(128 + 9, &["rank 3 on host ", "(node 1) failed first: it was killed by SIGKILL"]);
         assert!(!ran.stderr.contains("rank 0 on host"), "{ran:?}");
     }
     has(
@@ -160,8 +158,7 @@ fn errors_that_name_ranks_of_other_nodes_are_followed() {
         exec sleep 1000"#
     );
     for ran in Nodes::new(2).run_with_a_late_node(&script, 2) {
-        assert_eq!(ran.code, Some(7), "{ran:?}");
-        ran.says("(node 1) failed first: it exited with code 7");
+        ran.ends(7, &["(node 1) failed first: it exited with code 7"]);
     }
 }
 
@@ -220,8 +217,7 @@ fn the_death_of_the_node_that_hosts_the_store_is_the_cause() {
     // A zombie can still be sent a signal.
     running[0].child().wait().unwrap();
     let last = finish(vec![running.remove(1)]).remove(0);
-    assert_eq!(last.code, Some(1));
-    last.says("ddprun: the store of the run is gone");
+    last.ends(1, &["ddprun: the store of the run is gone"]);
 }
 
 /// The system closes the connections of a ddprun that is killed, and nobody waits for its signs of life: here, ten minutes
@@ -264,11 +260,9 @@ fn a_program_that_one_node_does_not_have_is_named_by_all() {
     let args = ["--nnodes=2", "--node-rank=0", "--master-addr=127.0.0.1", &port, "--no-secret", "--nproc-per-node=2"];
     let mut command = nodes.sandbox.ddprun(&[&args[..], &["/no/such/program"]].concat());
     let ran = Ran::of(Running::new(command.stdout(Stdio::piped()).stderr(Stdio::piped())));
-    assert_eq!(ran.code, Some(127), "{ran:?}");
-    ran.says("ddprun: the workers cannot be started: cannot start /no/such/program: No such file");
+    ran.ends(127, &["ddprun: the workers cannot be started: cannot start /no/such/program: No such file"]);
     let ran = Ran::of(other);
-    assert_eq!(ran.code, Some(1), "{ran:?}");
-    ran.says("leaves: its workers cannot be started: cannot start /no/such/program: No such file");
+    ran.ends(1, &["leaves: its workers cannot be started: cannot start /no/such/program: No such file"]);
 }
 
 /// Anyone may write to a store without a secret.
@@ -308,8 +302,7 @@ fn a_node_that_never_comes_is_named() {
     let args = ["--rdzv-conf", "join_timeout=6"];
     let running = [0, 2].map(|node_rank| nodes.start(node_rank, &args, "echo started"));
     for ran in finish(running.into()) {
-        assert_eq!(ran.code, Some(1), "{ran:?}");
-        ran.says("2 of 3 nodes joined within 6 s: look at the output of ddprun with --node-rank 1");
+        ran.ends(1, &["2 of 3 nodes joined within 6 s: look at the output of ddprun with --node-rank 1"]);
         assert_eq!(ran.stdout, "");
     }
 }
@@ -412,9 +405,7 @@ fn the_last_failure_counts_when_all_restarts_of_the_nodes_are_used_up() {
     );
     let nodes = Nodes::new(2);
     for ran in nodes.run(&["--max-restarts", "1", "--log-dir=logs"], &script) {
-        assert_eq!(ran.code, Some(9), "{ran:?}");
-        ran.says("rank 3 on host ");
-        ran.says("    Error: attempt 1");
+        ran.ends(9, &["rank 3 on host ", "    Error: attempt 1"]);
         assert!(!ran.stderr.contains("    Error: attempt 0"), "{ran:?}");
     }
     let verdict = nodes.verdict();
@@ -475,11 +466,9 @@ fn the_wait_for_other_nodes_is_bounded() {
     let mut running = nodes.start_all(&args, script);
     let last = running.remove(1);
     let first = finish(running).remove(0);
-    assert_eq!(first.code, Some(0), "{first:?}");
-    first.says("it has waited long enough for the others to finish (--rdzv-conf exit_barrier_timeout)");
+    first.ends(0, &["it has waited long enough for the others to finish (--rdzv-conf exit_barrier_timeout)"]);
     // The other node continues without the store.
     std::fs::write(nodes.sandbox.path("go"), "").unwrap();
     let last = finish(vec![last]).remove(0);
-    assert_eq!(last.code, Some(0), "{last:?}");
-    last.says("It hosted the store: failures on other nodes go unnoticed from here on");
+    last.ends(0, &["It hosted the store: failures on other nodes go unnoticed from here on"]);
 }

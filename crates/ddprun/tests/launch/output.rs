@@ -110,8 +110,7 @@ fn a_reader_that_leaves_ends_the_run() {
     BufReader::new(child.child().stdout.take().unwrap()).read_line(&mut line).unwrap();
     assert_eq!(line, "y\n");
     let ran = Ran::of(child);
-    assert_eq!(ran.code, Some(128 + 13));
-    ran.says("SIGPIPE");
+    ran.ends(128 + 13, &["SIGPIPE"]);
 }
 
 /// A full disk, such as /dev/full, must not end the training.
@@ -143,8 +142,7 @@ fn unwritable_output_is_reported_and_still_drained() {
     // Output lost at the very end is reported as well.
     let mut command = sandbox.ddprun(&["sh", "-c", "printf unfinished"]);
     let ran = Ran::of(Running::new(command.stdout(full()).stderr(Stdio::piped())));
-    assert_eq!(ran.code, Some(0));
-    ran.says("cannot write the workers' output to stdout: No space left");
+    ran.ends(0, &["cannot write the workers' output to stdout: No space left"]);
 }
 
 /// A file that reaches the limit of its size is like a full disk.

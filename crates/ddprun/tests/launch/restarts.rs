@@ -26,8 +26,7 @@ fn the_last_failure_counts_when_all_restarts_are_used_up() {
     let sandbox = Sandbox::new();
     let script = r#"echo "Error: attempt $TORCHELASTIC_RESTART_COUNT of $TORCHELASTIC_MAX_RESTARTS" >&2; exit 9"#;
     let ran = sandbox.run(&["--max-restarts", "1", "--log-dir", "logs", "--tee", "3", "--run-id", "x"], script);
-    assert_eq!(ran.code, Some(9), "{ran:?}");
-    ran.says("rank 0 failed: it exited with code 9");
+    ran.ends(9, &["rank 0 failed: it exited with code 9"]);
     let words = ran.stderr.rsplit("its last lines:").next().unwrap();
     assert!(words.contains("attempt 1 of 1") && !words.contains("attempt 0"), "{ran:?}");
     for attempt in [0, 1] {

@@ -155,8 +155,7 @@ fn the_store_is_open_to_pytorch_until_a_worker_has_the_secret() {
     assert!(matches!(plain.get("a"), Err(Error::Secret { .. })));
     std::fs::write(place.path("go"), "").unwrap();
     let ran = Ran::of(running);
-    assert_eq!(ran.code, Some(0));
-    ran.says("it does not have the job's secret");
+    ran.ends(0, &["it does not have the job's secret"]);
 }
 
 /// Whoever may connect: other users of the machine.

@@ -59,11 +59,9 @@ fn what_is_no_run_says_so() {
     assert_eq!((ran.code, ran.stdout.as_str()), (Some(1), ""), "{ran:?}");
     ran.says("no ddprun has written the status of a run there");
     let ran = status(&sandbox, free_port());
-    assert_eq!(ran.code, Some(1), "{ran:?}");
-    ran.says("Connection refused");
+    ran.ends(1, &["Connection refused"]);
     let ran = Ran::new(&mut sandbox.ddprun(&["status", "nobody"]));
-    assert_eq!(ran.code, Some(2), "{ran:?}");
-    ran.says("must be HOST:PORT");
+    ran.ends(2, &["must be HOST:PORT"]);
 }
 
 #[test]

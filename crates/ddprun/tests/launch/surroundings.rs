@@ -98,8 +98,7 @@ fn without_a_folder_for_files_the_run_goes_on() {
     ran.says("    last words");
     // Log files do.
     let ran = run(&["--tee", "3"], "true");
-    assert_eq!(ran.code, Some(1), "{ran:?}");
-    ran.says("by --log-dir or TMPDIR");
+    ran.ends(1, &["by --log-dir or TMPDIR"]);
 }
 
 /// Installs a filter that forbids one system call, and executes the rest of the command line.

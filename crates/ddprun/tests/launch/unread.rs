@@ -14,9 +14,7 @@ fn a_signal_ends_a_run_with_unread_output() {
     sandbox.wait_for("armed");
     child.send(Signal::TERM);
     let ran = Ran::of(child);
-    assert_eq!(ran.code, Some(143));
-    ran.says("SIGTERM forwarded");
-    ran.says("the output is not being read: ");
+    ran.ends(143, &["SIGTERM forwarded", "the output is not being read: "]);
 }
 
 #[test]
@@ -29,9 +27,7 @@ fn a_failure_ends_a_run_with_unread_output() {
     let mut child = sandbox.start(&["--nproc-per-node=2", "--shutdown-timeout=0.5"], &script);
     let _unread = child.child().stdout.take();
     let ran = Ran::of(child);
-    assert_eq!(ran.code, Some(5));
-    ran.says("rank 1 failed first: it exited with code 5");
-    ran.says("its last lines:\n    Error: no data\n");
+    ran.ends(5, &["rank 1 failed first: it exited with code 5", "its last lines:\n    Error: no data\n"]);
 }
 
 /// Output that the workers could still write is counted as lost.

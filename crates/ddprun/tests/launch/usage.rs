@@ -119,8 +119,7 @@ fn gpus_are_needed_for_one_worker_per_gpu() {
     let sandbox = Sandbox::new();
     let mut command = sandbox.ddprun(&["--nproc-per-node", "gpu", "true"]);
     let ran = Ran::new(command.env("CUDA_VISIBLE_DEVICES", ""));
-    assert_eq!(ran.code, Some(2));
-    ran.says("no GPU is visible");
+    ran.ends(2, &["no GPU is visible"]);
     let mut command = sandbox.ddprun(&["--nproc-per-node", "gpu", "sh", "-c", "echo x"]);
     let ran = Ran::new(command.env("CUDA_VISIBLE_DEVICES", "0,1,2"));
     assert_eq!(ran.stdout, "x\nx\nx\n");
@@ -140,9 +139,7 @@ fn a_missing_program_gives_advice() {
     let sandbox = Sandbox::new();
     for (program, hint) in [("./nothing", "Build it first"), ("no-such-program", "--example NAME")] {
         let ran = run(&sandbox, &["--nproc-per-node", "2", program]);
-        assert_eq!(ran.code, Some(127), "{ran:?}");
-        ran.says(&format!("cannot start {program}: "));
-        ran.says(hint);
+        ran.ends(127, &[&format!("cannot start {program}: "), hint]);
     }
     std::fs::write(sandbox.path("here"), "#!/bin/sh\n").unwrap();
     run(&sandbox, &["here"]).says("./here");
@@ -155,8 +152,7 @@ fn a_program_that_cannot_be_run_gives_the_reason() {
     std::fs::write(sandbox.path("train.py"), "").unwrap();
     for (program, hint) in [("./script", "chmod +x"), ("./train.py", "python ./train.py"), ("./tmp", "folder")] {
         let ran = run(&sandbox, &[program]);
-        assert_eq!(ran.code, Some(126), "{ran:?}");
-        ran.says(hint);
+        ran.ends(126, &[hint]);
     }
 }
 
@@ -166,8 +162,7 @@ fn a_port_that_is_taken_is_named() {
     let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let port = taken.local_addr().unwrap().port().to_string();
     let ran = run(&sandbox, &["--master-port", &port, "true"]);
-    assert_eq!(ran.code, Some(1));
-    ran.says(&port);
+    ran.ends(1, &[&port]);
 }
 
 #[test]
