@@ -3,7 +3,9 @@
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor, Var};
 use candle_ddp::checkpoint::{Checkpointer, CheckpointerOptions};
+use candle_ddp::data::Dataset;
 use candle_ddp::data_parallel::DataParallel;
+use candle_ddp::seed::Generator;
 use candle_ddp::{
     Backward, Buckets, DdpOptions, DistributedDataParallel, Error, Precision, ProcessGroup, Result, Role, Sharding,
     SpawnOptions, spawn_with,
@@ -86,6 +88,21 @@ pub(crate) fn added_to(grads: &mut GradStore) -> Backward<'_> {
 /// The checkpointer of a run that continues from the last checkpoint in the folder.
 pub(crate) fn going_on(pg: &ProcessGroup, folder: impl AsRef<Path>) -> Result<Checkpointer> {
     Checkpointer::new(pg, folder.as_ref(), CheckpointerOptions { resume: true, ..Default::default() })
+}
+
+/// A dataset of so many samples, which a function makes.
+pub(crate) struct Made<F>(pub(crate) usize, pub(crate) F);
+
+impl<T: Send, F: Fn(usize, &mut Generator) -> Result<T> + Send + Sync> Dataset for Made<F> {
+    type Sample = T;
+
+    fn len(&self) -> usize {
+        self.0
+    }
+
+    fn get(&self, index: usize, random: &mut Generator) -> Result<T> {
+        (self.1)(index, random)
+    }
 }
 
 /// How a model is sharded that is trained by a ZeroRedundancyOptimizer, or not.

@@ -1,6 +1,6 @@
 //! A training run with virtual ranks, and its bits.
 #![allow(dead_code, clippy::unwrap_used)] // each test program uses only some of it, and a failed test may panic
-use crate::common::{bits, of_micro_batch, values, with_virtual_ranks};
+use crate::common::{Made, bits, of_micro_batch, values, with_virtual_ranks};
 use candle_core::{DType, Device, ModuleT, Result as CandleResult, Tensor, Var};
 use candle_ddp::amp::{GradScaler, GradScalerOptions};
 use candle_ddp::checkpoint::StateDict;
@@ -24,21 +24,13 @@ pub(crate) fn ranks<T: Send>(world_size: usize, work: impl Fn(ProcessGroup) -> R
 }
 
 /// Images with noise that each sample draws, and labels.
-pub(crate) struct Noisy;
-
-impl Dataset for Noisy {
-    type Sample = (Tensor, u32);
-
-    fn len(&self) -> usize {
-        // No multiple of a global batch.
-        90
-    }
-
-    fn get(&self, index: usize, random: &mut Generator) -> Result<(Tensor, u32)> {
+pub(crate) fn noisy() -> impl Dataset<Sample = (Tensor, u32)> {
+    // No multiple of a global batch.
+    Made(90, |index, random: &mut Generator| {
         let noise = random.randn(0., 0.1, (1, 6, 6), DType::F32, &Device::Cpu)?;
         let image = Tensor::from_vec(values(36, index as u64), (1, 6, 6), &Device::Cpu)?;
         Ok(((image + noise)?, (index % 4) as u32))
-    }
+    })
 }
 
 /// A running mean that the forward pass reads, a convolution, batch normalisation, dropout, and a part that some micro-batches do
@@ -106,7 +98,7 @@ pub(crate) fn train(pg: &ProcessGroup, epochs: u64, precision: Precision, reduce
         GradScalerOptions { init_scale: 1e6, backoff_factor: 0.05, growth_interval: 3, enabled, ..Default::default() };
     let mut scaler = GradScaler::new(pg, &ddp, scaling)?;
     let mut ema = Ema::new([ddp.named_parameters(), ddp.named_frozen()].concat(), 0.9)?;
-    let loader = DataLoader::new(Noisy, pg, LoaderOptions { batch_size: 3, ..Default::default() })?;
+    let loader = DataLoader::new(noisy(), pg, LoaderOptions { batch_size: 3, ..Default::default() })?;
     let (mut all_losses, mut own_losses, mut kept) = (Vec::new(), Vec::new(), None);
     for epoch in 0..epochs {
         loader.set_epoch(epoch);

@@ -5,10 +5,10 @@ use crate::common::elastic_ranks::{
     LENGTH, PAUSE, SAMPLES, all_lost, append, event, first_time, folder, number, run_as_rank,
 };
 use crate::common::{Between, floats, tensor, tiny};
-use candle_core::{DType, Device, IndexOp, Module, ModuleT, Tensor};
+use candle_core::{DType, Device, Module, ModuleT, Tensor};
 use candle_ddp::amp::{GradScaler, GradScalerOptions};
 use candle_ddp::checkpoint::{Parts, StateDict};
-use candle_ddp::data::{DataLoader, Dataset, LoaderOptions};
+use candle_ddp::data::{DataLoader, LoaderOptions, TensorDataset};
 use candle_ddp::elastic::State;
 use candle_ddp::optim::{AdamW, Optimizer, ParamsAdamW, ParamsStepLr, StepLr};
 use candle_ddp::seed::Generator;
@@ -58,21 +58,6 @@ impl Module for Net {
         let (own, commit) = (self.own, self.commit.load(Ordering::Relaxed));
         let x = x.tanh()?.apply_op1(Between(move || Ok(event("inside", own, commit)?)))?;
         self.output.forward(&x)
-    }
-}
-
-#[derive(Clone)]
-struct Samples(Tensor);
-
-impl Dataset for Samples {
-    type Sample = Tensor;
-
-    fn len(&self) -> usize {
-        SAMPLES
-    }
-
-    fn get(&self, index: usize, _: &mut Generator) -> Result<Tensor> {
-        Ok(self.0.i(index)?)
     }
 }
 
@@ -162,7 +147,7 @@ fn train(pg: &ProcessGroup, state: &mut State<Training>, own: usize) -> Result<V
     event("made", own, state.commits())?;
     // Objects that belong to the group, or are made in it.
     let options = LoaderOptions { batch_size: BATCH, ..Default::default() };
-    let mut loader = DataLoader::new(Samples(tensor(&[SAMPLES, 4], 1)), pg, options)?;
+    let mut loader = DataLoader::new(TensorDataset::new(tensor(&[SAMPLES, 4], 1))?, pg, options)?;
     let options = GradScalerOptions { init_scale: 4., growth_interval: 5, ..Default::default() };
     let mut scaler = GradScaler::new(pg, &ddp, options)?;
     let mut schedule = StepLr::new(&mut state.optimizer, ParamsStepLr { step_size: 5, gamma: 0.9 })?;

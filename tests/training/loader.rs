@@ -1,4 +1,5 @@
 //! `DataLoader`: each rank's batches, from a group.
+use crate::common::Made;
 use candle_core::{Device, Tensor};
 use candle_ddp::data::{
     DataLoader, Dataset, DistributedSampler, LoaderOptions, Remainder, SamplerOptions, TarSample, TarShards,
@@ -116,23 +117,16 @@ fn rows_of_tensors_stay_together() {
     }
 }
 
-/// A dataset of indices whose sample 3 comes only when the door is open.
-struct Closed(Arc<(Mutex<bool>, Condvar)>);
-
-impl Dataset for Closed {
-    type Sample = usize;
-
-    fn len(&self) -> usize {
-        8
-    }
-
-    fn get(&self, index: usize, _: &mut Generator) -> Result<usize> {
-        let (door, opened) = &*self.0;
+/// Indices whose sample 3 comes only when the door is open.
+fn closed(door: &Arc<(Mutex<bool>, Condvar)>) -> impl Dataset<Sample = usize> + use<> {
+    let door = Arc::clone(door);
+    Made(8, move |index, _: &mut Generator| {
+        let (door, opened) = &*door;
         if index == 3 {
             drop(opened.wait_while(door.lock().unwrap(), |is_open| !*is_open).unwrap());
         }
         Ok(index)
-    }
+    })
 }
 
 #[test]
@@ -143,8 +137,7 @@ fn the_error_of_the_other_ranks_says_for_which_sample_a_rank_waits() {
         let errors = spawn_with(short, |pg| {
             let timeout = Some(Duration::from_secs(300));
             let options = LoaderOptions { num_workers, timeout, sampler: IN_ORDER, ..options(2, false) };
-            let loader: DataLoader<Closed, Vec<usize>> =
-                DataLoader::with_collate(Closed(Arc::clone(&door)), &pg, options, Ok)?;
+            let loader: DataLoader<_, Vec<usize>> = DataLoader::with_collate(closed(&door), &pg, options, Ok)?;
             pg.barrier()?;
             if pg.rank() == 1 {
                 // Samples 1 and 3.
@@ -174,7 +167,7 @@ fn the_other_ranks_get_the_error_of_a_loader_whose_sample_never_comes() {
         let short = SpawnOptions { world_size: 2, timeout: Duration::from_secs(4), ..Default::default() };
         let error = spawn_with(short, |pg| {
             let options = LoaderOptions { num_workers: 1, timeout, sampler: IN_ORDER, ..options(1, false) };
-            let loader = DataLoader::with_collate(Closed(Arc::clone(&door)), &pg, options, Ok)?;
+            let loader = DataLoader::with_collate(closed(&door), &pg, options, Ok)?;
             if pg.rank() == 1 {
                 let mut batches = loader.iter();
                 assert_eq!(batches.next().unwrap()?, [1]);

@@ -1,6 +1,8 @@
 //! Virtual ranks: a run has the same bits on any number of ranks.
-use crate::common::virtual_ranks::{Noisy, VIRTUAL, ranks, train};
-use crate::common::{assert_close, counted, floats, of_micro_batch, of_zero, sharding, values, with_virtual_ranks};
+use crate::common::virtual_ranks::{VIRTUAL, noisy, ranks, train};
+use crate::common::{
+    Made, assert_close, counted, floats, of_micro_batch, of_zero, sharding, values, with_virtual_ranks,
+};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor, Var};
 use candle_ddp::backend::cpu::{CpuCommunicator, CpuOptions};
@@ -253,7 +255,7 @@ fn meet<T: Send, const N: usize>(
 fn ranks_with_other_numbers_of_virtual_ranks_get_an_error() {
     let unequal = "virtual ranks: Some(16) on rank 1, virtual ranks: Some(8) on rank 0";
     let of_model = meet([8, 16], |pg| model(&pg));
-    let of_loader = meet([8, 16], |pg| DataLoader::new(Noisy, &pg, LoaderOptions::default()));
+    let of_loader = meet([8, 16], |pg| DataLoader::new(noisy(), &pg, LoaderOptions::default()));
     let errors =
         of_model.into_iter().map(|result| result.err()).chain(of_loader.into_iter().map(|result| result.err()));
     for error in errors {
@@ -274,7 +276,7 @@ fn groups_that_are_split_off_have_the_same_virtual_ranks() {
         assert_eq!(half.virtual_ranks(), Some(VIRTUAL));
         let ddp = model(&half)?;
         assert_eq!(ddp.micro_batches(), Some(4 * half.rank()..4 * half.rank() + 4));
-        let loader = DataLoader::new(Noisy, &half, LoaderOptions { batch_size: 3, ..Default::default() })?;
+        let loader = DataLoader::new(noisy(), &half, LoaderOptions { batch_size: 3, ..Default::default() })?;
         let numbers: Vec<_> = loader.micro_batches()?.take(4).map(|batch| batch.unwrap().number).collect();
         assert_eq!(numbers, ddp.micro_batches().unwrap().collect::<Vec<_>>());
         let error = sync_batch_norm(&half, 3, 1e-5, candle_nn::VarBuilder::zeros(DType::F32, &Device::Cpu));
@@ -295,7 +297,7 @@ fn a_loader_for_evaluation_has_no_micro_batches() {
     let seen = ranks(2, |pg| {
         let sampler = SamplerOptions { shuffle: false, remainder: Remainder::Uneven, ..Default::default() };
         let options = LoaderOptions { batch_size: 10, sampler, ..Default::default() };
-        let loader = DataLoader::new(Indices, &pg, options)?;
+        let loader = DataLoader::new(indices(), &pg, options)?;
         invalid(loader.micro_batches(), "virtual_ranks", "with Remainder::Pad or Drop");
         let mut seen = Vec::new();
         for batch in &loader {
@@ -304,7 +306,7 @@ fn a_loader_for_evaluation_has_no_micro_batches() {
         assert_eq!(seen.len(), 23 - pg.rank());
         // Neither has one that is given its sampler.
         let sampler = DistributedSampler::new(45, 0, 1, SamplerOptions::default())?;
-        let alone = DataLoader::from_sampler(Indices, sampler, LoaderOptions::default(), default_collate)?;
+        let alone = DataLoader::from_sampler(indices(), sampler, LoaderOptions::default(), default_collate)?;
         invalid(alone.micro_batches(), "virtual_ranks", "not from a sampler");
         Ok(seen)
     });
@@ -356,7 +358,7 @@ fn what_would_depend_on_the_ranks_is_refused() {
         let loss = plain.forward(&Tensor::ones((2, 4), DType::F32, &Device::Cpu)?)?.sqr()?.mean_all()?;
         invalid(backward_with(&loss, &[&plain], of_micro_batch(0)), "micro_batch", "no virtual ranks");
         plain.backward(&loss)?;
-        let loader = DataLoader::new(Noisy, &pg, LoaderOptions::default())?;
+        let loader = DataLoader::new(noisy(), &pg, LoaderOptions::default())?;
         invalid(loader.micro_batches(), "virtual_ranks", "InitOptions.virtual_ranks");
         Ok(())
     });
@@ -381,18 +383,8 @@ fn what_would_depend_on_the_ranks_is_refused() {
 }
 
 /// The indices of 45 samples, with what each sample draws.
-struct Indices;
-
-impl Dataset for Indices {
-    type Sample = (u32, f64);
-
-    fn len(&self) -> usize {
-        45
-    }
-
-    fn get(&self, index: usize, random: &mut Generator) -> Result<(u32, f64)> {
-        Ok((index as u32, random.uniform(0., 1.)))
-    }
+fn indices() -> impl Dataset<Sample = (u32, f64)> {
+    Made(45, |index, random: &mut Generator| Ok((index as u32, random.uniform(0., 1.))))
 }
 
 /// All micro-batches of an epoch in the order of the steps and their numbers, of 4 virtual ranks with 3 samples each.
@@ -404,7 +396,7 @@ fn dealt(
 ) -> Vec<(usize, Vec<u32>, Vec<f64>)> {
     let of_rank = |pg: ProcessGroup| {
         let options = LoaderOptions { batch_size: 3, num_workers, drop_last, ..Default::default() };
-        let mut loader = DataLoader::new(Indices, &pg, options)?;
+        let mut loader = DataLoader::new(indices(), &pg, options)?;
         if let Some(start) = start {
             loader.resume(start)?;
         }
@@ -453,7 +445,7 @@ fn micro_batches_do_not_depend_on_the_ranks() {
 #[test]
 fn a_loader_in_the_middle_of_a_step_is_before_it() {
     with_virtual_ranks(4, 2, |pg| {
-        let loader = DataLoader::new(Indices, &pg, LoaderOptions { batch_size: 3, ..Default::default() })?;
+        let loader = DataLoader::new(indices(), &pg, LoaderOptions { batch_size: 3, ..Default::default() })?;
         let mut micro_batches = loader.micro_batches()?;
         for (consumed, is_last) in [(0, false), (12, true), (12, false), (24, true)] {
             assert_eq!(micro_batches.next().unwrap()?.is_last, is_last);
@@ -463,7 +455,7 @@ fn a_loader_in_the_middle_of_a_step_is_before_it() {
     })
     .unwrap();
     let refused = |options: LoaderOptions| {
-        let result = with_virtual_ranks(4, 1, |pg| Ok(DataLoader::new(Indices, &pg, options).err().unwrap()));
+        let result = with_virtual_ranks(4, 1, |pg| Ok(DataLoader::new(indices(), &pg, options).err().unwrap()));
         result.unwrap().remove(0).to_string()
     };
     let large = refused(LoaderOptions { batch_size: 12, drop_last: true, ..Default::default() });

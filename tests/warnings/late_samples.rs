@@ -1,29 +1,9 @@
 //! A loader says for which sample it waits before its time-out.
+use crate::common::Made;
 use crate::logger::{LOG, of_two_ranks};
-use candle_ddp::Result;
-use candle_ddp::data::{DataLoader, Dataset, LoaderOptions, SamplerOptions};
+use candle_ddp::data::{DataLoader, LoaderOptions, SamplerOptions};
 use candle_ddp::seed::Generator;
 use std::time::{Duration, Instant};
-
-/// Indices, of which sample 3 comes when a warning has named it.
-struct Late;
-
-impl Dataset for Late {
-    type Sample = usize;
-
-    fn len(&self) -> usize {
-        6
-    }
-
-    fn get(&self, index: usize, _: &mut Generator) -> Result<usize> {
-        let since = Instant::now();
-        while index == 3 && !LOG.0.lock().unwrap().iter().any(|text| text.contains("sample 3")) {
-            assert!(since.elapsed() < Duration::from_secs(60), "no warning has named it");
-            std::thread::sleep(Duration::from_millis(1));
-        }
-        Ok(index)
-    }
-}
 
 #[test]
 fn a_sample_that_is_late_is_named_with_and_without_workers() {
@@ -32,7 +12,16 @@ fn a_sample_that_is_late_is_named_with_and_without_workers() {
             let sampler = SamplerOptions { shuffle: false, ..Default::default() };
             let timeout = Some(Duration::from_millis(400));
             let options = LoaderOptions { num_workers, timeout, sampler, ..Default::default() };
-            let loader = DataLoader::with_collate(Late, &pg, options, Ok)?;
+            // Sample 3 comes when a warning has named it.
+            let late = Made(6, |index, _: &mut Generator| {
+                let since = Instant::now();
+                while index == 3 && !LOG.0.lock().unwrap().iter().any(|text| text.contains("sample 3")) {
+                    assert!(since.elapsed() < Duration::from_secs(60), "no warning has named it");
+                    std::thread::sleep(Duration::from_millis(1));
+                }
+                Ok(index)
+            });
+            let loader = DataLoader::with_collate(late, &pg, options, Ok)?;
             // With workers, a batch may be an error.
             assert_eq!(loader.iter().filter(|batch| batch.is_ok() || num_workers > 0).count(), 3);
             Ok(())

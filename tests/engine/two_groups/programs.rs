@@ -1,8 +1,9 @@
 //! Random programs with several groups and threads, whose ranks are late as they like: only those that a planted swap keeps from
 //! ending have an error.
 use super::SOON;
+use crate::common::Made;
 use candle_core::{DType, Device, Module, ModuleT, Tensor, Var};
-use candle_ddp::data::{DataLoader, Dataset, LoaderOptions};
+use candle_ddp::data::{DataLoader, LoaderOptions};
 use candle_ddp::nn::{BatchNorm, Linear, batch_norm, gelu, linear, no_grad, sync_batch_norm};
 use candle_ddp::optim::{AdamW, Optimizer, ParamsAdamW};
 use candle_ddp::seed::Generator;
@@ -13,7 +14,7 @@ use candle_ddp::{
 use candle_ddp_testing::Random;
 use candle_nn::{VarBuilder, VarMap};
 use std::ops::RangeInclusive;
-use std::sync::{Arc, Mutex};
+use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 /// How many random programs run, or which.
@@ -226,23 +227,6 @@ impl Sleeps {
     }
 }
 
-/// Samples that are slow to read.
-struct Samples(Mutex<Sleeps>, usize);
-
-impl Dataset for Samples {
-    type Sample = Tensor;
-
-    fn len(&self) -> usize {
-        self.1
-    }
-
-    fn get(&self, index: usize, _: &mut Generator) -> Result<Tensor> {
-        let time = self.0.lock().unwrap().next();
-        std::thread::sleep(time);
-        Ok(Tensor::full(index as f32, 3, &Device::Cpu)?)
-    }
-}
-
 struct Net {
     stem: Linear,
     norm: Option<BatchNorm>,
@@ -372,9 +356,15 @@ impl Part<'_> {
 
     /// Reads an epoch of samples.
     fn load(group: &ProcessGroup, sleeps: &mut Sleeps, num_workers: usize) -> Result<()> {
-        let samples = Samples(Mutex::new(Sleeps::new(sleeps.random.below(1 << 40))), 4 * group.world_size());
+        let sleeps = Mutex::new(Sleeps::new(sleeps.random.below(1 << 40)));
+        // They are slow to read.
+        let samples = Made(4 * group.world_size(), move |index, _: &mut Generator| {
+            let time = sleeps.lock().unwrap().next();
+            std::thread::sleep(time);
+            Ok(Tensor::full(index as f32, 3, &Device::Cpu)?)
+        });
         let options = LoaderOptions { batch_size: 2, num_workers, ..Default::default() };
-        let loader = DataLoader::new(Arc::new(samples), group, options)?;
+        let loader = DataLoader::new(samples, group, options)?;
         for batch in loader.iter() {
             group.all_reduce(&batch?, ReduceOp::Sum)?;
         }
