@@ -31,9 +31,6 @@ mod median;
 
 #[derive(Parser)]
 struct Options {
-    /// Set by `cargo bench`.
-    #[arg(long, hide = true)]
-    bench: bool,
     /// The number of measurements of each.
     #[arg(long, default_value_t = 20)]
     rounds: usize,
@@ -46,7 +43,7 @@ struct Options {
 }
 
 fn main() -> ExitCode {
-    gpu::main(Options { bench: false, rounds: 1, steps: 1, millions: 0.01 }, bench)
+    gpu::main(Options { rounds: 1, steps: 1, millions: 0.01 }, bench)
 }
 
 const TENSORS: usize = 64;

@@ -21,6 +21,7 @@
 mod median;
 #[path = "checkpoint/resume.rs"]
 mod resume;
+mod start;
 
 use candle_core::{DType, Device, Storage, Tensor};
 use candle_ddp::checkpoint::{Checkpointer, CheckpointerOptions, StateDict};
@@ -37,9 +38,6 @@ static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
 #[derive(Parser)]
 struct Options {
-    /// Set by `cargo bench`.
-    #[arg(long, hide = true)]
-    bench: bool,
     /// The number of measurements of each.
     #[arg(long, default_value_t = 20)]
     rounds: usize,
@@ -154,15 +152,7 @@ fn bench(options: &Options) -> Result<()> {
 }
 
 fn main() -> ExitCode {
-    // Other arguments are for cargo test's own harness.
-    let measure = std::env::args().any(|argument| argument == "--bench");
-    let options = || Options { bench: false, rounds: 2, ranks: 2, parameters: 2 * TENSOR, resume: None, folder: None };
+    let options = || Options { rounds: 2, ranks: 2, parameters: 2 * TENSOR, resume: None, folder: None };
     let smoke = || bench(&options()).and_then(|()| bench(&Options { resume: Some(20), ..options() }));
-    match if measure { bench(&Options::parse()) } else { smoke() } {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            eprintln!("error: {error}");
-            ExitCode::FAILURE
-        }
-    }
+    start::exit_code(if start::is_bench() { bench(&start::options()) } else { smoke() })
 }

@@ -34,6 +34,7 @@ mod char_gpt_block;
 #[path = "ddp_memory/gradients.rs"]
 mod gradients;
 mod models;
+mod start;
 
 #[global_allocator]
 static ALLOCATOR: PeakAlloc = PeakAlloc;
@@ -48,7 +49,7 @@ struct Usage {
 }
 
 fn main() -> ExitCode {
-    let measure = std::env::args().any(|argument| argument == "--bench");
+    let measure = start::is_bench();
     let models = if measure { MODELS } else { SMOKE_MODELS };
     let size = if measure { Size { layers: 8, width: 1024 } } else { Size { layers: 2, width: 32 } };
     let accumulation = || {
@@ -59,7 +60,7 @@ fn main() -> ExitCode {
             .try_for_each(|sharding| gradients::accumulation(4, size, sharding))
     };
     if std::env::args().any(|argument| argument == "--accumulation") {
-        return exit(accumulation());
+        return start::exit_code(accumulation());
     }
     println!("| MiB | parameters | plain | DDP | difference | formula |\n|---|---|---|---|---|---|");
     let alone = spawn(1, |pg| models.iter().try_for_each(|model| bench(&pg, model)));
@@ -69,17 +70,7 @@ fn main() -> ExitCode {
         [2, 4].into_iter().try_for_each(|ranks| gradients::row(ranks, size))
     };
     let spread = || models.iter().try_for_each(|model| [2, 4].into_iter().try_for_each(|ranks| zero(ranks, model)));
-    exit(alone.and_then(|_| spread()).and_then(|()| gradients()).and_then(|()| accumulation()))
-}
-
-fn exit(result: Result<()>) -> ExitCode {
-    match result {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            eprintln!("error: {error}");
-            ExitCode::FAILURE
-        }
-    }
+    start::exit_code(alone.and_then(|_| spread()).and_then(|()| gradients()).and_then(|()| accumulation()))
 }
 
 fn bench(pg: &ProcessGroup, model: &Model) -> Result<()> {

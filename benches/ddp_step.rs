@@ -13,21 +13,19 @@ use candle_nn::{AdamW, Module, Optimizer, Sequential, VarBuilder, VarMap};
 use clap::Parser;
 use median::median;
 use models::{DTYPE, MODELS, Model, SMOKE_MODELS, adamw, loss};
-use std::process::{Command, ExitCode};
+use std::process::ExitCode;
 use std::time::Instant;
 
 #[path = "../examples/common/median.rs"]
 mod median;
 mod models;
+mod start;
 
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
 #[derive(Parser)]
 struct Options {
-    /// Set by `cargo bench`.
-    #[arg(long, hide = true)]
-    bench: bool,
     /// The number of measured steps of each.
     #[arg(long, default_value_t = 30)]
     rounds: usize,
@@ -44,36 +42,10 @@ type Times = [f64; PARTS.len()];
 const PARTS: [&str; 3] = ["forward", "backward", "optimizer"];
 
 fn main() -> ExitCode {
-    // Other arguments are for cargo test's own harness.
-    let measure = std::env::args().any(|argument| argument == "--bench");
-    let Options { rounds, threads, model, .. } =
-        if measure { Options::parse() } else { Options { bench: false, rounds: 2, threads: 1, model: String::new() } };
-    // candle reads the number of threads from the environment, which a program can only set for its children.
-    if std::env::var("RAYON_NUM_THREADS").as_deref() != Ok(threads.to_string().as_str()) {
-        return match restart(threads) {
-            Ok(code) => code,
-            Err(error) => fail(&error),
-        };
-    }
-    let models = if measure { MODELS } else { SMOKE_MODELS };
+    let Options { rounds, threads, model } = start::options_or(&["--rounds=2"]);
+    let models = if start::is_bench() { MODELS } else { SMOKE_MODELS };
     let models = || models.iter().filter(|this| this.name.contains(&model));
-    match spawn(1, |pg| models().try_for_each(|model| bench(&pg, model, rounds))) {
-        Ok(_) => ExitCode::SUCCESS,
-        Err(error) => fail(&error),
-    }
-}
-
-fn fail(error: &dyn std::error::Error) -> ExitCode {
-    eprintln!("error: {error}");
-    ExitCode::FAILURE
-}
-
-fn restart(threads: usize) -> std::io::Result<ExitCode> {
-    let status = Command::new(std::env::current_exe()?)
-        .args(std::env::args_os().skip(1))
-        .env("RAYON_NUM_THREADS", threads.to_string())
-        .status()?;
-    Ok(if status.success() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    start::with_threads(threads, || spawn(1, |pg| models().try_for_each(|model| bench(&pg, model, rounds))))
 }
 
 fn bench(pg: &ProcessGroup, model: &Model, rounds: usize) -> Result<()> {

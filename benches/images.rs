@@ -10,6 +10,8 @@
 //! trained on the images, and each epoch has two more numbers: `waiting`, the share of its time that the training thread waits for
 //! the next batch, and `waiting_later`, the same without the first batch of the epoch, for which every loader has to be waited for.
 //! Without `--bench` (as under `cargo test`), it reads a few small images as a smoke test.
+mod start;
+
 use candle_core::{DType, Device, Module, Tensor};
 use candle_ddp::data::{DataLoader, Dataset, DistributedSampler, LoaderOptions, SamplerOptions};
 use candle_ddp::optim::{Optimizer, ParamsSgd, Sgd};
@@ -27,9 +29,6 @@ static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
 #[derive(Parser)]
 struct Options {
-    /// Set by `cargo bench`.
-    #[arg(long, hide = true)]
-    bench: bool,
     /// A folder with a folder of images for each class. By default, the small images of the tests.
     #[arg(long, default_value = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/vision/folder"))]
     folder: PathBuf,
@@ -49,9 +48,7 @@ struct Options {
 type Folder = ImageFolder<(RandomResizedCrop, RandomHorizontalFlip)>;
 
 fn main() -> Result<()> {
-    // Other arguments are for cargo test's own harness.
-    let measure = std::env::args().any(|argument| argument == "--bench");
-    let options = if measure { Options::parse() } else { Options::parse_from(["images", "--epochs=1", "--train=1"]) };
+    let options: Options = start::options_or(&["--epochs=1", "--train=1"]);
     let transform = (RandomResizedCrop::default(), RandomHorizontalFlip::default());
     let folder = Arc::new(ImageFolder::new(&options.folder, transform)?);
     let sampler = DistributedSampler::new(folder.len(), 0, 1, SamplerOptions::default())?;

@@ -22,15 +22,13 @@ use std::time::Instant;
 
 #[path = "../examples/common/median.rs"]
 mod median;
+mod start;
 
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
 #[derive(Parser)]
 struct Options {
-    /// Set by `cargo bench`.
-    #[arg(long, hide = true)]
-    bench: bool,
     /// The number of measurements of each.
     #[arg(long, default_value_t = 30)]
     rounds: usize,
@@ -55,35 +53,8 @@ enum Part {
 const EPS: f32 = 1e-5;
 
 fn main() -> ExitCode {
-    // Other arguments are for cargo test's own harness.
-    let measure = std::env::args().any(|argument| argument == "--bench");
-    let options = Options::parse_from(if measure {
-        std::env::args().collect()
-    } else {
-        vec![String::new(), "--rounds=2".into()]
-    });
-    let threads = options.threads;
-    // The number of threads is read from the environment, which a program can only set for its children.
-    let result = if std::env::var("RAYON_NUM_THREADS").as_deref() == Ok(threads.to_string().as_str()) {
-        bench(measure, &options).map_err(|error| error.to_string())
-    } else {
-        restart(threads).map_err(|error| error.to_string())
-    };
-    match result {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            eprintln!("error: {error}");
-            ExitCode::FAILURE
-        }
-    }
-}
-
-fn restart(threads: usize) -> std::io::Result<()> {
-    let status = Command::new(std::env::current_exe()?)
-        .args(std::env::args_os().skip(1))
-        .env("RAYON_NUM_THREADS", threads.to_string())
-        .status()?;
-    if status.success() { Ok(()) } else { Err(std::io::Error::other("the bench failed")) }
+    let options: Options = start::options_or(&["--rounds=2"]);
+    start::with_threads(options.threads, || bench(start::is_bench(), &options))
 }
 
 fn bench(measure: bool, options: &Options) -> Result<()> {
@@ -155,13 +126,10 @@ fn bench_groups(measure: bool, rounds: usize, mut pytorch: Option<&mut PyTorch>)
             let inner = x.detach();
             let (sizes, name) = (shape.map(|size| size.to_string()).join("×"), dtype.as_str());
             let case = format!("norm {sizes} {groups} {name}");
-            let mut times = Vec::with_capacity(rounds);
-            // The first round is not counted.
-            for _ in 0..=rounds {
-                let theirs = pytorch.as_mut().map(|pytorch| pytorch.time(&case)).transpose()?.unwrap_or([f64::NAN; 2]);
-                times.push([time(|| candles.forward(&x))?, theirs, time(|| fused.forward(&inner))?]);
-            }
-            let median = |value: &dyn Fn(&[[f64; 2]; 3]) -> f64| median::median(times[1..].iter().map(value));
+            let times = in_turn(rounds, &mut pytorch, &case, |theirs| {
+                Ok([time(|| candles.forward(&x))?, theirs, time(|| fused.forward(&inner))?])
+            })?;
+            let median = |value: &dyn Fn(&[[f64; 2]; 3]) -> f64| median::median(times.iter().map(value));
             let sum = |times: [f64; 2]| times[0] + times[1];
             print!("| {sizes}, {groups} | {name} |");
             for (who, pass) in [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)] {
@@ -196,16 +164,12 @@ fn bench_products(measure: bool, rounds: usize, mut pytorch: Option<&mut PyTorch
         let random = |shape: &[usize]| Tensor::randn(0f32, 1., shape, &Device::Cpu)?.to_dtype(dtype);
         let mut each = |name: String, products: usize, forward: &dyn Fn() -> Result<Tensor>| -> Result<()> {
             let case = format!("{name} {}", dtype.as_str());
-            let mut times = Vec::with_capacity(rounds);
-            // The first round is not counted.
-            for _ in 0..=rounds {
-                let theirs =
-                    pytorch.as_mut().map(|pytorch| pytorch.time(&case)).transpose()?.map_or(f64::NAN, |[time, _]| time);
+            let times = in_turn(rounds, &mut pytorch, &case, |[theirs, _]| {
                 let start = Instant::now();
                 forward()?;
-                times.push([start.elapsed().as_secs_f64() * 1e3, theirs]);
-            }
-            let median = |value: &dyn Fn(&[f64; 2]) -> f64| median::median(times[1..].iter().map(value));
+                Ok([start.elapsed().as_secs_f64() * 1e3, theirs])
+            })?;
+            let median = |value: &dyn Fn(&[f64; 2]) -> f64| median::median(times.iter().map(value));
             let [ours, theirs] = [0, 1].map(|who| 2e-6 * products as f64 / median(&|times| times[who]));
             let ratio = median(&|times| times[1] / times[0]);
             println!("| {name} | {} | {ours:.0} | {theirs:.0} | **{ratio:.2}** |", dtype.as_str());
@@ -255,13 +219,10 @@ fn bench_packed(measure: bool, rounds: usize, mut pytorch: Option<&mut PyTorch>)
                 || AttentionOptions { cu_seq: Some(cu_seq.clone()), is_causal: true, ..AttentionOptions::default() };
             let joined = lengths.iter().map(ToString::to_string).collect::<Vec<_>>().join("×");
             let case = format!("packed {joined} {}", dtype.as_str());
-            let mut times = Vec::with_capacity(rounds);
-            // The first round is not counted.
-            for _ in 0..=rounds {
-                let theirs = pytorch.as_mut().map(|pytorch| pytorch.time(&case)).transpose()?.unwrap_or([f64::NAN; 2]);
-                times.push([time(|| scaled_dot_product_attention_qkvpacked(&qkv, 6, options()))?, theirs]);
-            }
-            let median = |value: &dyn Fn(&[[f64; 2]; 2]) -> f64| median::median(times[1..].iter().map(value));
+            let times = in_turn(rounds, &mut pytorch, &case, |theirs| {
+                Ok([time(|| scaled_dot_product_attention_qkvpacked(&qkv, 6, options()))?, theirs])
+            })?;
+            let median = |value: &dyn Fn(&[[f64; 2]; 2]) -> f64| median::median(times.iter().map(value));
             let (documents, shortest, longest) = (lengths.len(), lengths.iter().min(), lengths.iter().max());
             let (Some(shortest), Some(longest)) = (shortest, longest) else { continue };
             print!("| {documents} of {shortest} to {longest} tokens | {} |", dtype.as_str());
@@ -273,6 +234,19 @@ fn bench_packed(measure: bool, rounds: usize, mut pytorch: Option<&mut PyTorch>)
         }
     }
     Ok(())
+}
+
+/// Measures a case in rounds: PyTorch, if it is there, and then `own`, which gets PyTorch's times of the round. A first round is not
+/// counted.
+fn in_turn<T>(
+    rounds: usize,
+    pytorch: &mut Option<&mut PyTorch>,
+    case: &str,
+    own: impl Fn([f64; 2]) -> Result<T>,
+) -> Result<Vec<T>> {
+    let mut round = || own(pytorch.as_mut().map_or(Ok([f64::NAN; 2]), |pytorch| pytorch.time(case))?);
+    round()?;
+    (0..rounds).map(|_| round()).collect()
 }
 
 /// PyTorch's side, `scripts/compare/layers_pytorch.py`.

@@ -15,6 +15,7 @@
 //! Without `--bench` (as under `cargo test`), it trains on a few short sequences as a smoke test.
 #[path = "../examples/char_gpt/block.rs"]
 mod block;
+mod start;
 
 use block::Block;
 use candle_core::{DType, Device, Module, Tensor};
@@ -39,9 +40,6 @@ const IGNORED: i64 = -100;
 
 #[derive(Parser, Clone)]
 struct Options {
-    /// Set by `cargo bench`.
-    #[arg(long, hide = true)]
-    bench: bool,
     #[arg(long, default_value_t = 2)]
     ranks: usize,
     #[arg(long, default_value_t = 4000)]
@@ -65,11 +63,8 @@ struct Options {
 }
 
 fn main() -> Result<()> {
-    // Other arguments are for cargo test's own harness.
-    let measure = std::env::args().any(|argument| argument == "--bench");
-    let smoke =
-        ["length_batches", "--samples", "40", "--median", "5", "--max-tokens", "64", "--width", "16", "--rounds", "1"];
-    let options = if measure { Options::parse() } else { Options::parse_from(smoke) };
+    let smoke = ["--samples", "40", "--median", "5", "--max-tokens", "64", "--width", "16", "--rounds", "1"];
+    let options: Options = start::options_or(&smoke);
     candle_ddp::spawn(options.ranks, |pg| {
         // A rank computes on its own thread.
         let pool = rayon::ThreadPoolBuilder::new().num_threads(1).build().map_err(candle_core::Error::wrap)?;

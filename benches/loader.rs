@@ -12,6 +12,8 @@
 //!   `bound`, the number that the loader promises: `workers * prefetch_factor`, and the one that each worker is making.
 //!
 //! Without `--bench` (as under `cargo test`), it reads a few samples as a smoke test.
+mod start;
+
 use candle_core::Tensor;
 use candle_ddp::data::{Batch, DataLoader, Dataset, DistributedSampler, LoaderOptions, SamplerOptions};
 use candle_ddp::seed::Generator;
@@ -26,9 +28,6 @@ static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
 #[derive(Parser)]
 struct Options {
-    /// Set by `cargo bench`.
-    #[arg(long, hide = true)]
-    bench: bool,
     /// The numbers of threads that read.
     #[arg(long, num_args = 1.., default_values_t = [0, 1, 2, 4])]
     workers: Vec<usize>,
@@ -37,10 +36,8 @@ struct Options {
 }
 
 fn main() -> Result<()> {
-    // Other arguments are for cargo test's own harness.
-    let measure = std::env::args().any(|argument| argument == "--bench");
-    let options = if measure { Options::parse() } else { Options::parse_from(["loader", "--workers", "2"]) };
-    let times = |samples: usize| if measure { samples } else { samples / 100 };
+    let options: Options = start::options_or(&["--workers", "2"]);
+    let times = |samples: usize| if start::is_bench() { samples } else { samples / 100 };
     for workers in options.workers {
         let own = ns_per_sample(workers, options.prefetch_factor, times(1_000_000))?;
         let efficiency = efficiency(workers, options.prefetch_factor, times(4_000))?;

@@ -7,6 +7,7 @@
 //! Rank 0 prints one JSON object: times in milliseconds, and the most memory of a rank in MB, 0 where the system does not say.
 #[path = "../examples/common/memory.rs"]
 mod memory;
+mod start;
 
 use candle_core::{DType, Device, Tensor};
 use candle_ddp::nn::linear;
@@ -29,13 +30,10 @@ struct Options {
     /// Seconds to wait for all ranks.
     #[arg(long, default_value_t = 600.)]
     timeout: f64,
-    /// Set by `cargo bench`.
-    #[arg(long, hide = true)]
-    bench: bool,
 }
 
 fn main() -> Result<()> {
-    let options = Options::parse();
+    let options: Options = start::options();
     let timeout = Duration::from_secs_f64(options.timeout);
     let begun = Instant::now();
     let pg = init_process_group(InitOptions { backend: Backend::Cpu, timeout, ..Default::default() })?;

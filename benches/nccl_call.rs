@@ -28,9 +28,6 @@ mod median;
 
 #[derive(Parser)]
 struct Options {
-    /// Set by `cargo bench`.
-    #[arg(long, hide = true)]
-    bench: bool,
     /// The sizes in MiB.
     #[arg(long, value_delimiter = ',', default_value = "1,4,25,256")]
     sizes: Vec<f64>,
@@ -43,7 +40,7 @@ struct Options {
 }
 
 fn main() -> ExitCode {
-    gpu::main(Options { bench: false, sizes: vec![0.001], calls: 2, rounds: 1 }, bench)
+    gpu::main(Options { sizes: vec![0.001], calls: 2, rounds: 1 }, bench)
 }
 
 /// The ranks that ddprun has started, or a world of one.

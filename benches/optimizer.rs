@@ -12,29 +12,28 @@ use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_ddp::optim::{self, Adam, Lamb, ParamsAdam, ParamsLamb, ParamsSgd, Sgd};
 use candle_nn::{Optimizer, ParamsAdamW};
+use clap::Parser;
 use median::median;
 use std::process::ExitCode;
 use std::time::Instant;
 
 #[path = "../examples/common/median.rs"]
 mod median;
+mod start;
 
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
+#[derive(Parser)]
+struct Options {
+    /// The number of measurements of each.
+    #[arg(long, default_value_t = 30)]
+    rounds: usize,
+}
+
 fn main() -> ExitCode {
-    let arguments: Vec<String> = std::env::args().collect();
-    let measure = arguments.iter().any(|argument| argument == "--bench");
-    let rounds = arguments.iter().skip_while(|argument| *argument != "--rounds").nth(1);
-    let rounds = rounds.and_then(|rounds| rounds.parse().ok()).unwrap_or(30);
-    let result = if measure { bench(1024, rounds) } else { bench(8, 2) };
-    match result {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            eprintln!("error: {error}");
-            ExitCode::FAILURE
-        }
-    }
+    let Options { rounds } = start::options_or(&["--rounds=2"]);
+    start::exit_code(bench(if start::is_bench() { 1024 } else { 8 }, rounds))
 }
 
 /// The parameters of six linear layers, and their gradients.

@@ -12,6 +12,8 @@
 //! round fills.
 //!
 //! Without `--bench` (as under `cargo test`), it reads a few samples as a smoke test.
+mod start;
+
 use candle_ddp::data::{
     BlockShuffle, DataLoader, Dataset, FileVersion, LoaderOptions, LoaderState, RangeCache, RangeCacheOptions,
     ReadRange, TarSample, TarShards,
@@ -30,9 +32,6 @@ static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
 #[derive(Parser, Clone)]
 struct Options {
-    /// Set by `cargo bench`.
-    #[arg(long, hide = true)]
-    bench: bool,
     /// Where the shards are, or are made.
     #[arg(long)]
     folder: Option<PathBuf>,
@@ -83,10 +82,7 @@ fn open(folder: &Path, options: &Options) -> Result<TarShards> {
 }
 
 fn main() -> Result<()> {
-    // Other arguments are for cargo test's own harness.
-    let measure = std::env::args().any(|argument| argument == "--bench");
-    let smoke = ["tar_shards", "--shards", "3", "--samples", "50", "--read", "100"];
-    let options = if measure { Options::parse() } else { Options::parse_from(smoke) };
+    let options: Options = start::options_or(&["--shards", "3", "--samples", "50", "--read", "100"]);
     let made = tempfile::tempdir().map_err(|error| Error::Io { context: "a folder for shards".into(), error })?;
     let folder = options.folder.clone().unwrap_or_else(|| made.path().to_path_buf());
     if !folder.join("00000.tar").exists() {

@@ -10,6 +10,7 @@
 //! speeds, and the ranks' shares.
 #[path = "../examples/common/median.rs"]
 mod median;
+mod start;
 
 use candle_core::{DType, Tensor};
 use candle_ddp::nn::{linear, relu};
@@ -38,9 +39,6 @@ struct Options {
     /// The number of measured steps of each kind; the kinds alternate.
     #[arg(long, default_value_t = 20)]
     steps: usize,
-    /// Set by `cargo bench`.
-    #[arg(long, hide = true)]
-    bench: bool,
 }
 
 type Model = DistributedDataParallel<FuncT<'static>>;
@@ -48,7 +46,7 @@ type Model = DistributedDataParallel<FuncT<'static>>;
 const WIDTH: usize = 512;
 
 fn main() -> Result<()> {
-    let options = Options::parse();
+    let options: Options = start::options();
     let pg = init_process_group(InitOptions { virtual_ranks: Some(options.virtual_ranks), ..Default::default() })?;
     pg.abort_on_error(|| {
         let mut throttle = if pg.rank() + 1 == pg.world_size() { Some(throttled()?) } else { None };

@@ -29,9 +29,6 @@ mod models;
 
 #[derive(Parser)]
 struct Options {
-    /// Set by `cargo bench`.
-    #[arg(long, hide = true)]
-    bench: bool,
     /// The number of measurements of each.
     #[arg(long, default_value_t = 20)]
     rounds: usize,
@@ -47,7 +44,7 @@ struct Options {
 }
 
 fn main() -> ExitCode {
-    gpu::main(Options { bench: false, rounds: 1, steps: 1, model: String::new(), divide_batch: 16 }, bench_all)
+    gpu::main(Options { rounds: 1, steps: 1, model: String::new(), divide_batch: 16 }, bench_all)
 }
 
 fn bench_all(options: &Options) -> Result<()> {

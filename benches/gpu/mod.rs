@@ -1,4 +1,7 @@
 //! Shared parts of the GPU benches: their start, and their process group.
+#[path = "../start/mod.rs"]
+mod start;
+
 use candle_ddp::backend::nccl;
 use candle_ddp::{Backend, InitOptions, ProcessGroup, Result, init_process_group};
 use clap::Parser;
@@ -11,15 +14,8 @@ pub(crate) fn main<O: Parser>(smoke: O, bench: impl FnOnce(&O) -> Result<()>) ->
         println!("skipped: {reason}");
         return ExitCode::SUCCESS;
     }
-    let measure = std::env::args().any(|argument| argument == "--bench");
-    let options = if measure { O::parse() } else { smoke };
-    match bench(&options) {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            eprintln!("error: {error}");
-            ExitCode::FAILURE
-        }
-    }
+    let options = if start::is_bench() { start::options() } else { smoke };
+    start::exit_code(bench(&options))
 }
 
 /// A world of one over NCCL.

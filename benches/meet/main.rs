@@ -4,6 +4,9 @@
 //! ```text
 //! cargo run --release --bin ddprun -- --nproc-per-node 4 --bench meet -- --rank 2 --fault model
 //! ```
+#[path = "../start/mod.rs"]
+mod start;
+
 use candle_ddp::nn::linear;
 use candle_ddp::{Backend, Context, DistributedDataParallel, InitOptions, Result, init_process_group};
 use candle_nn::VarMap;
@@ -32,9 +35,6 @@ struct Options {
     /// Append one JSON object per event to this file, one per line.
     #[arg(long, value_name = "FILE")]
     events: Option<PathBuf>,
-    /// Set by `cargo bench`.
-    #[arg(long, hide = true)]
-    bench: bool,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -48,7 +48,7 @@ enum Fault {
 }
 
 fn main() -> ExitCode {
-    let options = Options::parse();
+    let options: Options = start::options();
     let own = std::env::var("RANK").ok().and_then(|rank| rank.parse().ok()).unwrap_or(0);
     match run(&options, own).and_then(|()| report(&options, own, "done")) {
         Ok(()) => ExitCode::SUCCESS,

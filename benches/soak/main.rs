@@ -14,6 +14,8 @@ mod check;
 mod groups;
 mod process;
 mod random;
+#[path = "../start/mod.rs"]
+mod start;
 
 use call::Soak;
 use candle_ddp::rendezvous::Store;
@@ -29,9 +31,6 @@ static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
 #[derive(Parser)]
 struct Options {
-    /// Set by `cargo bench`.
-    #[arg(long, hide = true)]
-    bench: bool,
     /// The number of collectives that are called, by all groups together.
     #[arg(long, default_value_t = 100_000)]
     calls: u64,
@@ -149,18 +148,10 @@ fn launch(options: &Options) -> ExitCode {
 }
 
 fn main() -> ExitCode {
-    // Other arguments are for cargo test's own harness.
-    let own = std::env::args().any(|argument| argument == "--bench" || argument == "--worker");
-    let smoke = Options { bench: false, calls: 2000, seed: 1, ranks: 4, hosts: 1, worker: false };
-    let options = if own { Options::parse() } else { smoke };
+    let is_worker = std::env::args().any(|argument| argument == "--worker");
+    let options: Options = if is_worker { start::options() } else { start::options_or(&["--calls=2000"]) };
     if !options.worker {
         return launch(&options);
     }
-    match worker(&options) {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            eprintln!("error: {error}");
-            ExitCode::FAILURE
-        }
-    }
+    start::exit_code(worker(&options))
 }
