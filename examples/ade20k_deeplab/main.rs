@@ -33,7 +33,6 @@ use candle_ddp::optim::{LrScheduler, Optimizer, ParamsSgd, Sgd};
 use candle_ddp::vision::{Ade20k, IGNORE_INDEX, Normalize, RandomCrop, RandomHorizontalFlip, RandomResize, Split};
 use candle_ddp::{Backward, DistributedDataParallel, Error, ProcessGroup, Result, backward_with};
 use candle_nn::VarMap;
-use clap::builder::ArgPredicate;
 use clap::{Parser, ValueEnum};
 use common::cache;
 use common::options::TrainOptions;
@@ -54,14 +53,8 @@ struct Options {
     #[arg(long, value_name = "FOLDER")]
     data: Option<PathBuf>,
     /// The network that finds the features. [default: resnet50 with --data, otherwise resnet18]
-    #[arg(
-        long,
-        value_enum,
-        default_value = "resnet18",
-        default_value_if("data", ArgPredicate::IsPresent, "resnet50"),
-        hide_default_value = true
-    )]
-    backbone: BackboneKind,
+    #[arg(long, value_enum)]
+    backbone: Option<BackboneKind>,
     /// Begin with the weights of this file in the backbone, a ResNet: torchvision's `.pth` or safetensors.
     #[arg(long, value_name = "FILE")]
     weights: Option<PathBuf>,
@@ -69,42 +62,22 @@ struct Options {
     #[arg(long, value_enum, default_value = "16")]
     output_stride: OutputStride,
     /// The number of passes over the training images. [default: 60 with --data, otherwise 8]
-    #[arg(
-        long,
-        default_value = "8",
-        default_value_if("data", ArgPredicate::IsPresent, "60"),
-        hide_default_value = true
-    )]
-    epochs: u64,
+    #[arg(long)]
+    epochs: Option<u64>,
     /// The number of images per batch and rank.
     #[arg(long, default_value_t = 4)]
     batch_size: usize,
     /// The height and width of the crops. [default: 512 with --data, otherwise 64]
-    #[arg(
-        long,
-        default_value = "64",
-        default_value_if("data", ArgPredicate::IsPresent, "512"),
-        hide_default_value = true
-    )]
-    crop_size: usize,
+    #[arg(long)]
+    crop_size: Option<usize>,
     /// The channels of the ResNet's first stage, or of the input of Xception's first block; all others are in proportion.
     /// [default: 64, as in the papers, with --data or --weights, otherwise 16]
-    #[arg(
-        long,
-        default_value = "16",
-        default_value_ifs([("data", ArgPredicate::IsPresent, "64"), ("weights", ArgPredicate::IsPresent, "64")]),
-        hide_default_value = true
-    )]
-    width: usize,
+    #[arg(long)]
+    width: Option<usize>,
     /// SGD's highest learning rate, which falls with the power 0.9 of the steps that are left. [default: 0.02 with --data,
     /// otherwise 0.1]
-    #[arg(
-        long,
-        default_value = "0.1",
-        default_value_if("data", ArgPredicate::IsPresent, "0.02"),
-        hide_default_value = true
-    )]
-    lr: f64,
+    #[arg(long)]
+    lr: Option<f64>,
     /// The number of threads that read images on each rank.
     #[arg(long, default_value_t = 2)]
     workers: usize,
@@ -144,11 +117,16 @@ fn main() -> ExitCode {
 }
 
 fn train(pg: &ProcessGroup, options: &Options) -> Result<()> {
+    let is_small = options.data.is_none();
+    let backbone = options.backbone.unwrap_or(if is_small { BackboneKind::Resnet18 } else { BackboneKind::Resnet50 });
+    let epochs = options.epochs.unwrap_or(if is_small { 8 } else { 60 });
+    let size = options.crop_size.unwrap_or(if is_small { 64 } else { 512 });
+    let width = options.width.unwrap_or(if is_small && options.weights.is_none() { 16 } else { 64 });
+    let lr = options.lr.unwrap_or(if is_small { 0.1 } else { 0.02 });
     let folder = match &options.data {
         Some(folder) => folder.clone(),
         None => cache::folder(pg, "drawings-ade20k", small::VERSION, small::write)?,
     };
-    let size = options.crop_size;
     let augmentation = (
         RandomResize { min_size: size / 2, max_size: 2 * size },
         RandomCrop { size: (size, size), pad_if_needed: true, ..Default::default() },
@@ -158,12 +136,7 @@ fn train(pg: &ProcessGroup, options: &Options) -> Result<()> {
     let validation = Ade20k::new(&folder, Split::Eval, ())?;
 
     let varmap = VarMap::new();
-    let deeplab = DeepLabOptions {
-        backbone: options.backbone,
-        width: options.width,
-        output_stride: options.output_stride.get(),
-        classes: CLASSES,
-    };
+    let deeplab = DeepLabOptions { backbone, width, output_stride: options.output_stride.get(), classes: CLASSES };
     let norm = options.batch_norm.norm_layer(pg);
     let ddp_options = options.training.ddp_options();
     let ddp = DistributedDataParallel::with_options(pg, &varmap, |vb| DeepLab::new(deeplab, &norm, vb), ddp_options)?;
@@ -176,7 +149,7 @@ fn train(pg: &ProcessGroup, options: &Options) -> Result<()> {
         };
         checkpoint::load_with(&varmap, path, load_options)?;
     }
-    let params = ParamsSgd { lr: options.lr, momentum: 0.9, weight_decay: 1e-4, ..Default::default() };
+    let params = ParamsSgd { lr, momentum: 0.9, weight_decay: 1e-4, ..Default::default() };
     let mut optimizer = Sgd::new(&ddp, params)?;
     let scaler = options.training.grad_scaler(&ddp)?;
 
@@ -203,14 +176,14 @@ fn train(pg: &ProcessGroup, options: &Options) -> Result<()> {
         let reason = format!("a rank has too few images for a batch of {}", options.batch_size);
         return Err(Error::InvalidArgument { argument: "--batch-size", reason });
     }
-    let total_steps = options.epochs * batches.div_ceil(options.training.accumulate.get()) as u64;
+    let total_steps = epochs * batches.div_ceil(options.training.accumulate.get()) as u64;
     let schedule = LrScheduler::new(&mut optimizer, ParamsPoly { total_steps, power: 0.9 })?;
 
     let mut training = Training { varmap, optimizer, schedule, scaler, loader };
     let mut run = Run::new(pg, &options.training, "mIoU", &mut training)?;
     let loss_options =
         CrossEntropyOptions { ignore_index: IGNORE_INDEX, reduction: Reduction::Sum, ..Default::default() };
-    for epoch in run.epochs(options.epochs)? {
+    for epoch in run.epochs(epochs)? {
         run.begin_epoch(epoch, batches);
         for (index, batch) in training.loader.iter().enumerate() {
             let (images, masks) = batch?;

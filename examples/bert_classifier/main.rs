@@ -27,7 +27,6 @@ use candle_ddp::seed::{default_generator, seed_everything};
 use candle_ddp::{DdpOptions, DistributedDataParallel, ProcessGroup, ReduceOp, Result, Role, nn};
 use candle_nn::VarMap;
 use clap::Parser;
-use clap::builder::ArgPredicate;
 use common::options::{TrainOptions, require_rest};
 use common::progress::Progress;
 use common::summary::{Summary, parameter_hash, require};
@@ -53,24 +52,14 @@ struct Options {
     #[arg(long, value_name = "PREFIXES", value_delimiter = ',')]
     freeze: Vec<String>,
     /// The number of passes over the training sentences. [default: 3 with --checkpoint, otherwise 10]
-    #[arg(
-        long,
-        default_value = "10",
-        default_value_if("checkpoint", ArgPredicate::IsPresent, "3"),
-        hide_default_value = true
-    )]
-    epochs: u64,
+    #[arg(long)]
+    epochs: Option<u64>,
     /// The number of sentences per batch and rank.
     #[arg(long, default_value_t = 16)]
     batch_size: usize,
     /// AdamW's highest learning rate. [default: 0.00005 with --checkpoint, otherwise 0.002]
-    #[arg(
-        long,
-        default_value = "0.002",
-        default_value_if("checkpoint", ArgPredicate::IsPresent, "5e-5"),
-        hide_default_value = true
-    )]
-    lr: f64,
+    #[arg(long)]
+    lr: Option<f64>,
     /// The part of all steps in which the learning rate rises; then it falls along a straight line to 0.
     #[arg(long, default_value_t = 0.1)]
     warmup: f64,
@@ -92,6 +81,9 @@ fn main() -> ExitCode {
 }
 
 fn train(pg: &ProcessGroup, options: &Options) -> Result<()> {
+    let is_small = options.checkpoint.is_none();
+    let epochs = options.epochs.unwrap_or(if is_small { 10 } else { 3 });
+    let lr = options.lr.unwrap_or(if is_small { 0.002 } else { 5e-5 });
     let (classes, train, validation) = Sentences::read(options.data.as_deref())?;
     let pretrained = match &options.checkpoint {
         Some(folder) => Pretrained::read(folder)?,
@@ -127,12 +119,12 @@ fn train(pg: &ProcessGroup, options: &Options) -> Result<()> {
 
     let parameters = ddp.named_parameters().into_iter();
     let (bare, decayed) = parameters.partition(|(name, _)| name.ends_with(".bias") || name.contains("LayerNorm"));
-    let params = ParamsAdamW { lr: options.lr, ..Default::default() };
+    let params = ParamsAdamW { lr, ..Default::default() };
     let mut optimizer = AdamW::from_groups(vec![
         ParameterGroup { parameters: decayed, options: params.clone() },
         ParameterGroup { parameters: bare, options: ParamsAdamW { weight_decay: 0., ..params } },
     ])?;
-    let total_steps = options.epochs * loader.num_batches().div_ceil(options.training.accumulate.get()) as u64;
+    let total_steps = epochs * loader.num_batches().div_ceil(options.training.accumulate.get()) as u64;
     let schedule = LrScheduler::new(&mut optimizer, ParamsWarmupLinear { warmup: options.warmup, total_steps })?;
     let scaler = options.training.grad_scaler(&ddp)?;
 
@@ -143,12 +135,12 @@ fn train(pg: &ProcessGroup, options: &Options) -> Result<()> {
     if let Some(checkpointer) = checkpointer.as_mut().filter(|_| options.training.resume) {
         epochs_done = checkpointer.load_latest((&mut training, ("dropout", &mut dropout)))?.unwrap_or(0);
     }
-    require_rest("--epochs", epochs_done, options.epochs)?;
+    require_rest("--epochs", epochs_done, epochs)?;
 
     let mut writer = options.training.writer(pg, epochs_done)?;
     let mut summary = Summary::new(pg, "sentences", ThroughputOptions::default())?;
     let mut validation_accuracy = 0.;
-    for epoch in epochs_done + 1..=options.epochs {
+    for epoch in epochs_done + 1..=epochs {
         let batches = training.loader.num_batches();
         let mut progress = Progress::new(pg, format!("epoch {epoch}"), batches);
         let (mut loss_sum, mut trained) = (0., 0);

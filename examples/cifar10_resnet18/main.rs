@@ -23,7 +23,6 @@ use candle_ddp::vision::models::{ResNetOptions, ResNetStem, resnet18};
 use candle_ddp::vision::{Cifar10, Image, Normalize, RandomCrop, RandomHorizontalFlip, Split, Transform};
 use candle_ddp::{DistributedDataParallel, Precision, ProcessGroup, Result, nn};
 use candle_nn::VarMap;
-use clap::builder::ArgPredicate;
 use clap::{ArgAction, Parser, ValueEnum};
 use common::accuracy::accuracy;
 use common::options::TrainOptions;
@@ -42,29 +41,14 @@ struct Options {
     #[arg(long, value_name = "FOLDER")]
     data: Option<PathBuf>,
     /// The number of passes over the training images. [default: 200 with --data, otherwise 5]
-    #[arg(
-        long,
-        default_value = "5",
-        default_value_if("data", ArgPredicate::IsPresent, "200"),
-        hide_default_value = true
-    )]
-    epochs: u64,
+    #[arg(long)]
+    epochs: Option<u64>,
     /// The number of images per batch and rank. [default: 128 with --data, otherwise 32]
-    #[arg(
-        long,
-        default_value = "32",
-        default_value_if("data", ArgPredicate::IsPresent, "128"),
-        hide_default_value = true
-    )]
-    batch_size: usize,
+    #[arg(long)]
+    batch_size: Option<usize>,
     /// The channels of the first stage. [default: 64, which makes a ResNet-18, with --data, otherwise 16]
-    #[arg(
-        long,
-        default_value = "16",
-        default_value_if("data", ArgPredicate::IsPresent, "64"),
-        hide_default_value = true
-    )]
-    width: usize,
+    #[arg(long)]
+    width: Option<usize>,
     /// SGD's highest learning rate.
     #[arg(long, default_value_t = 0.1)]
     lr: f64,
@@ -108,6 +92,10 @@ fn main() -> ExitCode {
 }
 
 fn train(pg: &ProcessGroup, options: &Options) -> Result<()> {
+    let is_small = options.data.is_none();
+    let epochs = options.epochs.unwrap_or(if is_small { 5 } else { 200 });
+    let batch_size = options.batch_size.unwrap_or(if is_small { 32 } else { 128 });
+    let width = options.width.unwrap_or(if is_small { 16 } else { 64 });
     let mut ddp_options = options.training.ddp_options();
     if matches!(options.dtype, Dtype::F64) {
         ddp_options.precision = Precision::Pure(DType::F64);
@@ -134,7 +122,7 @@ fn train(pg: &ProcessGroup, options: &Options) -> Result<()> {
         num_classes: Some(CLASSES),
         norm_layer: options.batch_norm.norm_layer(pg),
         stem: ResNetStem::Cifar,
-        width: options.width,
+        width,
         ..Default::default()
     };
     let ddp = DistributedDataParallel::with_options(pg, &varmap, |vb| resnet18(model_options, vb), ddp_options)?;
@@ -143,14 +131,13 @@ fn train(pg: &ProcessGroup, options: &Options) -> Result<()> {
     }
     let params = ParamsSgd { lr: options.lr, momentum: 0.9, weight_decay: 5e-4, ..Default::default() };
     let mut optimizer = Sgd::new(&ddp, params)?;
-    let schedule = LrScheduler::new(&mut optimizer, options.schedule.over(options.epochs))?;
+    let schedule = LrScheduler::new(&mut optimizer, options.schedule.over(epochs))?;
     let scaler = options.training.grad_scaler(&ddp)?;
 
     let sampler = SamplerOptions { seed: options.training.seed, ..Default::default() };
     // Without padding every test image counts once, and some ranks have one less than others.
     let test_sampler = SamplerOptions { shuffle: false, remainder: Remainder::Uneven, ..Default::default() };
-    let loader_options =
-        LoaderOptions { batch_size: options.batch_size, num_workers: options.workers, sampler, ..Default::default() };
+    let loader_options = LoaderOptions { batch_size, num_workers: options.workers, sampler, ..Default::default() };
     let collate = move |samples: Vec<(Image, u32)>| {
         let (images, labels) = NORMALIZE.collate(samples)?;
         Ok((images.to_dtype(dtype)?, labels))
@@ -161,7 +148,7 @@ fn train(pg: &ProcessGroup, options: &Options) -> Result<()> {
 
     let mut training = Training { varmap, optimizer, schedule, scaler, loader };
     let mut run = Run::new(pg, &options.training, "test accuracy", &mut training)?;
-    for epoch in run.epochs(options.epochs)? {
+    for epoch in run.epochs(epochs)? {
         run.begin_epoch(epoch, training.loader.num_batches());
         for (index, batch) in training.loader.iter().enumerate() {
             let (images, labels) = batch?;

@@ -25,7 +25,6 @@ use candle_ddp::vision::models::{ResNetOptions, resnet18, resnet34, resnet50};
 use candle_ddp::vision::{CenterCrop, ImageFolder, Normalize, RandomHorizontalFlip, RandomResizedCrop, Resize};
 use candle_ddp::{DistributedDataParallel, Error, ProcessGroup, Result, nn};
 use candle_nn::VarMap;
-use clap::builder::ArgPredicate;
 use clap::{Parser, ValueEnum};
 use common::accuracy::accuracy;
 use common::options::TrainOptions;
@@ -49,40 +48,20 @@ struct Options {
     #[arg(long, value_name = "FILE")]
     weights: Option<PathBuf>,
     /// The number of passes over the training images. [default: 90 with --data, otherwise 5]
-    #[arg(
-        long,
-        default_value = "5",
-        default_value_if("data", ArgPredicate::IsPresent, "90"),
-        hide_default_value = true
-    )]
-    epochs: u64,
+    #[arg(long)]
+    epochs: Option<u64>,
     /// The number of images per batch and rank.
     #[arg(long, default_value_t = 32)]
     batch_size: usize,
     /// The height and width to which images are brought. [default: 224 with --data, otherwise 64]
-    #[arg(
-        long,
-        default_value = "64",
-        default_value_if("data", ArgPredicate::IsPresent, "224"),
-        hide_default_value = true
-    )]
-    image_size: usize,
+    #[arg(long)]
+    image_size: Option<usize>,
     /// The smallest part of an image's area that a crop has. [default: 0.08 with --data, otherwise 0.6]
-    #[arg(
-        long,
-        default_value = "0.6",
-        default_value_if("data", ArgPredicate::IsPresent, "0.08"),
-        hide_default_value = true
-    )]
-    crop_scale: f64,
+    #[arg(long)]
+    crop_scale: Option<f64>,
     /// The channels of the first stage. [default: 64, as torchvision's, with --data or --weights, otherwise 16]
-    #[arg(
-        long,
-        default_value = "16",
-        default_value_ifs([("data", ArgPredicate::IsPresent, "64"), ("weights", ArgPredicate::IsPresent, "64")]),
-        hide_default_value = true
-    )]
-    width: usize,
+    #[arg(long)]
+    width: Option<usize>,
     /// SGD's highest learning rate, which falls along half a cosine.
     #[arg(long, default_value_t = 0.1)]
     lr: f64,
@@ -113,17 +92,20 @@ fn main() -> ExitCode {
 }
 
 fn train(pg: &ProcessGroup, options: &Options) -> Result<()> {
+    let is_small = options.data.is_none();
+    let epochs = options.epochs.unwrap_or(if is_small { 5 } else { 90 });
+    let image_size = options.image_size.unwrap_or(if is_small { 64 } else { 224 });
+    let crop_scale = options.crop_scale.unwrap_or(if is_small { 0.6 } else { 0.08 });
+    let width = options.width.unwrap_or(if is_small && options.weights.is_none() { 16 } else { 64 });
     let folder = match &options.data {
         Some(folder) => folder.clone(),
         None => cache::folder(pg, "digits-folder", small::VERSION, small::write)?,
     };
-    let size = (options.image_size, options.image_size);
-    let augmentation = (
-        RandomResizedCrop { size, scale: (options.crop_scale, 1.), ..Default::default() },
-        RandomHorizontalFlip::default(),
-    );
+    let size = (image_size, image_size);
+    let augmentation =
+        (RandomResizedCrop { size, scale: (crop_scale, 1.), ..Default::default() }, RandomHorizontalFlip::default());
     // Of 224 pixels and 256, as everywhere.
-    let resize = Resize::ShorterSide(options.image_size * 8 / 7);
+    let resize = Resize::ShorterSide(image_size * 8 / 7);
     let center = (resize, CenterCrop { size, ..Default::default() });
     let train = ImageFolder::new(folder.join("train"), augmentation)?.skip_corrupt(options.skip_corrupt);
     let validation = ImageFolder::new(folder.join("val"), center)?;
@@ -142,7 +124,7 @@ fn train(pg: &ProcessGroup, options: &Options) -> Result<()> {
     let model_options = ResNetOptions {
         num_classes: Some(classes),
         norm_layer: options.batch_norm.norm_layer(pg),
-        width: options.width,
+        width,
         ..Default::default()
     };
     let ddp_options = options.training.ddp_options();
@@ -152,7 +134,7 @@ fn train(pg: &ProcessGroup, options: &Options) -> Result<()> {
     }
     let params = ParamsSgd { lr: options.lr, momentum: 0.9, weight_decay: 1e-4, ..Default::default() };
     let mut optimizer = Sgd::new(&ddp, params)?;
-    let params = ParamsCosineAnnealingLr { t_max: options.epochs, eta_min: 0. };
+    let params = ParamsCosineAnnealingLr { t_max: epochs, eta_min: 0. };
     let schedule = CosineAnnealingLr::new(&mut optimizer, params)?;
     let scaler = options.training.grad_scaler(&ddp)?;
 
@@ -169,7 +151,7 @@ fn train(pg: &ProcessGroup, options: &Options) -> Result<()> {
 
     let mut training = Training { varmap, optimizer, schedule, scaler, loader };
     let mut run = Run::new(pg, &options.training, "validation accuracy", &mut training)?;
-    for epoch in run.epochs(options.epochs)? {
+    for epoch in run.epochs(epochs)? {
         run.begin_epoch(epoch, training.loader.num_batches());
         for (index, batch) in training.loader.iter().enumerate() {
             let (images, labels) = batch?;

@@ -15,6 +15,7 @@
 //! ci: --steps 4 --pack
 #[path = "../common/mod.rs"]
 mod common;
+mod llama_layer;
 mod qwen2;
 
 use candle_core::{DType, Tensor};
@@ -30,7 +31,8 @@ use clap::{Parser, ValueEnum};
 use common::memory::peak_rss_bytes;
 use common::summary::{Summary, parameters};
 use common::text::read_text;
-use qwen2::{Config, Layer, Qwen2};
+use llama_layer::Layer;
+use qwen2::{Config, Qwen2};
 use serde_json::{Map, json};
 use std::collections::HashMap;
 use std::ops::Range;
@@ -129,7 +131,7 @@ fn make(config: Config, folder: &Path) -> Result<()> {
         Ok::<_, Error>(tensors.map(|(name, var)| (name, var.as_tensor().clone())).collect::<HashMap<_, _>>())
     };
     for index in 0..config.layers {
-        write(index, tensors(&|vb| Layer::new(config, vb.pp("layers").pp(index)).map(|_| ()))?)?;
+        write(index, tensors(&|vb| Layer::new(config.layer(), vb.pp("layers").pp(index)).map(|_| ()))?)?;
     }
     let mut rest = tensors(&|vb| {
         embedding(config.vocabulary, config.width, vb.pp("embed_tokens"))?;

@@ -2,6 +2,7 @@
 mod data;
 #[path = "../../char_gpt/block.rs"]
 mod gpt;
+#[path = "../../lora/llama_layer.rs"]
 mod llama;
 mod measure;
 mod model;

@@ -1,7 +1,7 @@
 //! A GPT with learned positions, or a Llama. Their heads have the embedding's weight.
 use crate::data::TokenBatch;
 use crate::{gpt, llama};
-use candle_core::{DType, Device, Module, Result, Tensor};
+use candle_core::{DType, Module, Result, Tensor};
 use candle_ddp::data::Packed;
 use candle_ddp::nn::{Embedding, LayerNorm, Linear, RmsNorm, add, layer_norm, linear_cross_entropy, narrow, rms_norm};
 use candle_ddp::{Error, block};
@@ -60,7 +60,7 @@ impl Config {
 
 enum Block {
     Gpt(gpt::Block),
-    Llama(llama::Block),
+    Llama(llama::Layer),
 }
 
 enum Norm {
@@ -103,13 +103,14 @@ impl Model {
         let tokens = vb.get_with_hints((vocabulary, width), tokens, init)?;
         let positions = match is_gpt {
             true => Positions::Learned(Embedding::new(vb.get_with_hints((context, width), "positions", init)?, width)),
-            false => Positions::Rotations(rotations(context, width / heads / 2, vb.device())?),
+            false => Positions::Rotations(llama::rotations(context, width / heads / 2, 1e4, DType::F32, vb.device())?),
         };
+        // Llama's two thirds of the usual factor of 4, as a multiple of 32.
+        let intermediate = (width * 8 / 3).next_multiple_of(32);
+        let sizes = llama::Sizes { width, intermediate, heads, key_heads, has_bias: false, eps: 1e-5 };
         let block = |layer: usize| match is_gpt {
             true => block(vb.pp("blocks").pp(layer), |vb| gpt::Block::new(width, heads, vb).map(Block::Gpt)),
-            false => {
-                block(vb.pp("layers").pp(layer), |vb| llama::Block::new(width, heads, key_heads, vb).map(Block::Llama))
-            }
+            false => block(vb.pp("layers").pp(layer), |vb| llama::Layer::new(sizes, vb).map(Block::Llama)),
         };
         Ok(Self {
             tokens: Embedding::new(tokens.clone(), width),
@@ -165,12 +166,4 @@ impl Model {
         let last = self.features(tokens, None)?.narrow(1, tokens.dim(1)? - 1, 1)?;
         self.head.forward(&last)?.flatten_all()?.to_dtype(DType::F32)
     }
-}
-
-/// The cosines and sines of the angles of each position.
-fn rotations(context: usize, pairs: usize, device: &Device) -> Result<[Tensor; 2]> {
-    let angle = |position: usize, pair: usize| position as f64 / 1e4f64.powf(pair as f64 / pairs as f64);
-    let angles: Vec<f64> = (0..context * pairs).map(|index| angle(index / pairs, index % pairs)).collect();
-    let angles = Tensor::from_vec(angles, (context, pairs), device)?;
-    Ok([angles.cos()?.to_dtype(DType::F32)?, angles.sin()?.to_dtype(DType::F32)?])
 }
