@@ -137,6 +137,28 @@ unsafe fn wishes(config: *const Config, otherwise: Wishes) -> Outcome<Wishes> {
     Ok(Wishes { blocking, blocks, least_blocks: min_ctas, net_name, traffic_class }.overridden())
 }
 
+/// Writes what `value` returns to `target`, unless that is null.
+///
+/// # Safety
+/// `target` must be null or point to memory for the value.
+unsafe fn give<T>(target: *mut T, call: &str, value: impl FnOnce() -> Outcome<T>) -> Outcome<Code> {
+    if target.is_null() {
+        return Err(invalid(format!("{call}: null")));
+    }
+    // SAFETY: guaranteed by the caller.
+    unsafe { target.write(value()?) };
+    Ok(Code::Success)
+}
+
+/// Ends a communicator, whose handle is no longer one.
+fn end(visit: &Visit, comm: Handle, how: &str) -> Code {
+    visit.0.end();
+    visit.0.free();
+    log::end(&visit.0, how);
+    handles::remove(comm);
+    Code::Success
+}
+
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ncclGetLastError(_comm: Handle) -> *const c_char {
     super::last_error()
@@ -145,25 +167,16 @@ pub unsafe extern "C" fn ncclGetLastError(_comm: Handle) -> *const c_char {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ncclGetVersion(version: *mut c_int) -> c_int {
     answer(|| {
-        if version.is_null() {
-            return Err(invalid("ncclGetVersion: null"));
-        }
         // SAFETY: the caller provides memory for a number.
-        unsafe { version.write(pretences().version) };
-        Ok(Code::Success)
+        unsafe { give(version, "ncclGetVersion", || Ok(pretences().version)) }
     })
 }
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ncclGetUniqueId(id: *mut UniqueId) -> c_int {
     answer(|| {
-        if id.is_null() {
-            return Err(invalid("ncclGetUniqueId: null"));
-        }
-        let new = UniqueId::new(&connection::new_hub()?);
         // SAFETY: the caller provides memory for an id.
-        unsafe { id.write(new) };
-        Ok(Code::Success)
+        unsafe { give(id, "ncclGetUniqueId", || Ok(UniqueId::new(&connection::new_hub()?))) }
     })
 }
 
@@ -234,16 +247,12 @@ pub unsafe extern "C" fn ncclCommSplit(
 pub unsafe extern "C" fn ncclCommGetAsyncError(comm: Handle, error: *mut c_int) -> c_int {
     answer(|| {
         let visit = visit(comm, "ncclCommGetAsyncError")?;
-        if error.is_null() {
-            return Err(invalid("ncclCommGetAsyncError: null"));
-        }
-        let code = match visit.0.look() {
+        let code = || match visit.0.look() {
             code @ (Code::Success | Code::InProgress) => code as c_int,
             code => pretences().fail_with.unwrap_or(code as c_int),
         };
         // SAFETY: the caller provides memory for a code.
-        unsafe { error.write(code) };
-        Ok(Code::Success)
+        unsafe { give(error, "ncclCommGetAsyncError", || Ok(code())) }
     })
 }
 
@@ -272,20 +281,12 @@ pub unsafe extern "C" fn ncclCommDestroy(comm: Handle) -> c_int {
             visit.0.await_settled()?;
         }
         if pretences().abort_at_end == Some(visit.0.number) {
-            visit.0.end();
-            visit.0.free();
-            log::end(&visit.0, "Abort");
-            handles::remove(comm);
-            return Ok(Code::Success);
+            return Ok(end(&visit, comm, "Abort"));
         }
         if pretences().version >= 23_102 {
             connection::await_others_at_end(&visit.0)?;
         }
-        visit.0.end();
-        visit.0.free();
-        log::end(&visit.0, "Destroy");
-        handles::remove(comm);
-        Ok(Code::Success)
+        Ok(end(&visit, comm, "Destroy"))
     })
 }
 
@@ -300,11 +301,7 @@ pub unsafe extern "C" fn ncclCommAbort(comm: Handle) -> c_int {
             std::thread::park();
         }
         visit.0.use_launcher();
-        visit.0.end();
-        visit.0.free();
-        log::end(&visit.0, "Abort");
-        handles::remove(comm);
-        Ok(Code::Success)
+        Ok(end(&visit, comm, "Abort"))
     })
 }
 
@@ -316,12 +313,8 @@ unsafe fn tell(comm: Handle, target: *mut c_int, call: &str, fact: impl FnOnce(&
     answer(|| {
         let visit = visit(comm, call)?;
         visit.0.check_ready(call)?;
-        if target.is_null() {
-            return Err(invalid(format!("{call}: null")));
-        }
         // SAFETY: guaranteed by the caller.
-        unsafe { target.write(fact(&visit.0) as c_int) };
-        Ok(Code::Success)
+        unsafe { give(target, call, || Ok(fact(&visit.0) as c_int)) }
     })
 }
 

@@ -2,6 +2,7 @@
 //! floats multiplies before summing, and `Avg` of integers divides the sum.
 use super::wire::{Dtype, Op};
 use half::{bf16, f16};
+use std::ops::{Add, Mul};
 
 /// A number of `N` bytes.
 trait Element<const N: usize>: Copy {
@@ -17,8 +18,9 @@ trait Element<const N: usize>: Copy {
     fn divide(self, ranks: usize) -> Self;
 }
 
-macro_rules! integer {
-    ($type:ty, $bytes:literal) => {
+/// Implements it for a type, with its sum, product, factor and quotient.
+macro_rules! element {
+    ($type:ty, $bytes:literal: $add:expr, $multiply:expr, $share:expr, $divide:expr) => {
         impl Element<$bytes> for $type {
             fn read(bytes: [u8; $bytes]) -> Self {
                 Self::from_le_bytes(bytes)
@@ -27,48 +29,10 @@ macro_rules! integer {
                 self.to_le_bytes()
             }
             fn add(self, other: Self) -> Self {
-                self.wrapping_add(other)
+                $add(self, other)
             }
             fn multiply(self, other: Self) -> Self {
-                self.wrapping_mul(other)
-            }
-            fn smaller(self, other: Self) -> Self {
-                self.min(other)
-            }
-            fn larger(self, other: Self) -> Self {
-                self.max(other)
-            }
-            fn share(_: usize) -> Option<Self> {
-                None
-            }
-            fn divide(self, ranks: usize) -> Self {
-                (i128::from(self) / ranks as i128) as Self
-            }
-        }
-    };
-}
-
-integer!(i8, 1);
-integer!(u8, 1);
-integer!(i32, 4);
-integer!(u32, 4);
-integer!(i64, 8);
-integer!(u64, 8);
-
-macro_rules! float {
-    ($type:ty, $bytes:literal, $from_f64:expr) => {
-        impl Element<$bytes> for $type {
-            fn read(bytes: [u8; $bytes]) -> Self {
-                Self::from_le_bytes(bytes)
-            }
-            fn write(self) -> [u8; $bytes] {
-                self.to_le_bytes()
-            }
-            fn add(self, other: Self) -> Self {
-                self + other
-            }
-            fn multiply(self, other: Self) -> Self {
-                self * other
+                $multiply(self, other)
             }
             fn smaller(self, other: Self) -> Self {
                 self.min(other)
@@ -77,20 +41,36 @@ macro_rules! float {
                 self.max(other)
             }
             fn share(ranks: usize) -> Option<Self> {
-                Some($from_f64(1.0 / ranks as f64))
+                $share(1.0 / ranks as f64)
             }
-            fn divide(self, _: usize) -> Self {
-                self
+            fn divide(self, ranks: usize) -> Self {
+                $divide(self, ranks)
             }
         }
     };
 }
 
-float!(f32, 4, |share: f64| share as f32);
-float!(f64, 8, |share: f64| share);
-// Converted through f32, because NCCL computes the factor in f32.
-float!(f16, 2, |share: f64| f16::from_f32(share as f32));
-float!(bf16, 2, |share: f64| bf16::from_f32(share as f32));
+macro_rules! integers {
+    ($($type:ty, $bytes:literal)*) => {
+        $(element!($type, $bytes: <$type>::wrapping_add, <$type>::wrapping_mul, |_: f64| None,
+            |sum, ranks| (i128::from(sum) / ranks as i128) as $type);)*
+    };
+}
+
+macro_rules! floats {
+    ($($type:ty, $bytes:literal, $from_f64:expr;)*) => {
+        $(element!($type, $bytes: Add::add, Mul::mul, |share: f64| Some($from_f64(share)), |mean, _| mean);)*
+    };
+}
+
+integers!(i8, 1 u8, 1 i32, 4 u32, 4 i64, 8 u64, 8);
+// Those of 16 bits are converted through f32, because NCCL computes the factor in f32.
+floats! {
+    f32, 4, |share: f64| share as f32;
+    f64, 8, |share: f64| share;
+    f16, 2, |share: f64| f16::from_f32(share as f32);
+    bf16, 2, |share: f64| bf16::from_f32(share as f32);
+}
 
 /// Reduces the buffers of all ranks, which have the same length.
 pub(super) fn reduce(bodies: Vec<Vec<u8>>, dtype: Dtype, op: Op) -> Vec<u8> {
