@@ -94,42 +94,6 @@ impl KvCache {
         Self { k: Cache::new(dim, max_seq_len), v: Cache::new(dim, max_seq_len) }
     }
 
-    /// The keys.
-    pub fn k_cache(&self) -> &Cache {
-        &self.k
-    }
-
-    /// The values.
-    pub fn v_cache(&self) -> &Cache {
-        &self.v
-    }
-
-    /// The keys, mutably.
-    pub fn k_cache_mut(&mut self) -> &mut Cache {
-        &mut self.k
-    }
-
-    /// The values, mutably.
-    pub fn v_cache_mut(&mut self) -> &mut Cache {
-        &mut self.v
-    }
-
-    /// All keys, if anything was appended.
-    ///
-    /// # Errors
-    /// Returns candle's errors.
-    pub fn k(&self) -> Result<Option<Tensor>> {
-        self.k.current_data()
-    }
-
-    /// All values, if anything was appended.
-    ///
-    /// # Errors
-    /// Returns candle's errors.
-    pub fn v(&self) -> Result<Option<Tensor>> {
-        self.v.current_data()
-    }
-
     /// Adds keys and values at the end, and returns all of them.
     ///
     /// # Errors
@@ -138,17 +102,6 @@ impl KvCache {
         self.k.append(k)?;
         self.v.append(v)?;
         Ok((self.k()?.unwrap_or_else(|| k.clone()), self.v()?.unwrap_or_else(|| v.clone())))
-    }
-
-    /// The length of the cached sequence.
-    pub fn current_seq_len(&self) -> usize {
-        self.k.current_seq_len()
-    }
-
-    /// Empties the cache.
-    pub fn reset(&mut self) {
-        self.k.reset();
-        self.v.reset();
     }
 }
 
@@ -272,11 +225,6 @@ impl RotatingKvCache {
         self.k.offset()
     }
 
-    /// The total length of everything that was appended.
-    pub fn current_seq_len(&self) -> usize {
-        self.k.current_seq_len()
-    }
-
     /// The positions of the elements that [`append`](Self::append) would return for another `seq_len`.
     pub fn positions(&self, seq_len: usize) -> Vec<usize> {
         self.k.positions(seq_len)
@@ -290,42 +238,6 @@ impl RotatingKvCache {
         self.k.attn_mask(seq_len, device)
     }
 
-    /// The keys.
-    pub fn k_cache(&self) -> &RotatingCache {
-        &self.k
-    }
-
-    /// The values.
-    pub fn v_cache(&self) -> &RotatingCache {
-        &self.v
-    }
-
-    /// The keys, mutably.
-    pub fn k_cache_mut(&mut self) -> &mut RotatingCache {
-        &mut self.k
-    }
-
-    /// The values, mutably.
-    pub fn v_cache_mut(&mut self) -> &mut RotatingCache {
-        &mut self.v
-    }
-
-    /// The keys, if anything was appended.
-    ///
-    /// # Errors
-    /// Returns candle's errors.
-    pub fn k(&self) -> Result<Option<Tensor>> {
-        self.k.current_data()
-    }
-
-    /// The values, if anything was appended.
-    ///
-    /// # Errors
-    /// Returns candle's errors.
-    pub fn v(&self) -> Result<Option<Tensor>> {
-        self.v.current_data()
-    }
-
     /// Writes keys and values to the next places, and returns the rings, or `k` and `v` if they are longer.
     ///
     /// # Errors
@@ -333,13 +245,63 @@ impl RotatingKvCache {
     pub fn append(&mut self, k: &Tensor, v: &Tensor) -> Result<(Tensor, Tensor)> {
         Ok((self.k.append(k)?, self.v.append(v)?))
     }
-
-    /// Empties the rings.
-    pub fn reset(&mut self) {
-        self.k.reset();
-        self.v.reset();
-    }
 }
+
+/// What caches of keys and values have, whatever kind of cache each of them is.
+macro_rules! keys_and_values {
+    ($name:ident, $cache:ident, $length:literal) => {
+        impl $name {
+            /// The keys.
+            pub fn k_cache(&self) -> &$cache {
+                &self.k
+            }
+
+            /// The values.
+            pub fn v_cache(&self) -> &$cache {
+                &self.v
+            }
+
+            /// The keys, mutably.
+            pub fn k_cache_mut(&mut self) -> &mut $cache {
+                &mut self.k
+            }
+
+            /// The values, mutably.
+            pub fn v_cache_mut(&mut self) -> &mut $cache {
+                &mut self.v
+            }
+
+            /// The keys, if anything was appended.
+            ///
+            /// # Errors
+            /// Returns candle's errors.
+            pub fn k(&self) -> Result<Option<Tensor>> {
+                self.k.current_data()
+            }
+
+            /// The values, if anything was appended.
+            ///
+            /// # Errors
+            /// Returns candle's errors.
+            pub fn v(&self) -> Result<Option<Tensor>> {
+                self.v.current_data()
+            }
+
+            #[doc = $length]
+            pub fn current_seq_len(&self) -> usize {
+                self.k.current_seq_len()
+            }
+
+            /// Empties both.
+            pub fn reset(&mut self) {
+                self.k.reset();
+                self.v.reset();
+            }
+        }
+    };
+}
+keys_and_values!(KvCache, Cache, "The length of the cached sequence.");
+keys_and_values!(RotatingKvCache, RotatingCache, "The total length of everything that was appended.");
 
 /// Keys and values, which are copied each time they grow.
 #[derive(Clone, Debug)]
