@@ -20,8 +20,8 @@ use crate::variables::{Parameters, is_batch_norm_buffer};
 use crate::{Error, Result};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, DeviceLocation, Module, ModuleT, Tensor, Var};
+use candle_ddp_base::debug_fields;
 use candle_nn::{VarBuilder, VarMap};
-use std::fmt;
 
 /// A model that splits each batch over several devices: PyTorch's `DataParallel`.
 ///
@@ -261,17 +261,8 @@ impl<M> From<&DataParallel<M>> for Parameters {
     }
 }
 
-impl<M> fmt::Debug for DataParallel<M> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let devices: Vec<_> = self.replicas.iter().map(Replica::device).collect();
-        f.debug_struct("DataParallel")
-            .field("devices", &devices)
-            .field("output_device", &self.output_device)
-            .field("parameters", &self.parameters().len())
-            .field("buffers", &self.named_buffers().len())
-            .finish_non_exhaustive()
-    }
-}
+debug_fields!(<M> DataParallel<M>: |this| devices = this.replicas.iter().map(Replica::device).collect::<Vec<_>>(),
+    output_device = this.output_device, parameters = this.parameters().len(), buffers = this.named_buffers().len());
 
 fn wrong_target(found: DeviceLocation, output_device: DeviceLocation) -> Error {
     use device::device_name;
