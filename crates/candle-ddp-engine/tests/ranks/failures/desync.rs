@@ -17,6 +17,12 @@ fn disagree(world_size: usize, rank_0: Make, rank_1: Make) -> Vec<Error> {
     })
 }
 
+/// Checks that every rank's error begins with this text.
+#[track_caller]
+fn all_begin(errors: &[Error], text: &str) {
+    assert!(errors.iter().all(|error| error.to_string().starts_with(text)), "{errors:?}");
+}
+
 fn max() -> Collective {
     Collective::AllReduce { tensor: zeros(20), op: ReduceOp::Max }
 }
@@ -118,15 +124,8 @@ fn ranks_that_all_wait_are_told_why() {
         let root = 1 - communicator.rank();
         until_failure(&communicator, broadcast(6, root))
     });
-    for error in errors {
-        let text = error.to_string();
-        assert!(
-            text.starts_with(
-                "rank 1 called broadcast(f32[6], root 0) where rank 0 called broadcast(f32[6], root 1), sequence 1"
-            ),
-            "{text}"
-        );
-    }
+    let text = "rank 1 called broadcast(f32[6], root 0) where rank 0 called broadcast(f32[6], root 1), sequence 1";
+    all_begin(&errors, text);
 }
 
 #[test]
@@ -156,13 +155,7 @@ fn messages_must_match() {
         };
         until_failure(&communicator, call)
     });
-    for error in errors {
-        let text = error.to_string();
-        assert!(
-            text.starts_with("rank 1 called send(f32[20]) where rank 0 called recv(f32[10]), sequence 1"),
-            "{text}"
-        );
-    }
+    all_begin(&errors, "rank 1 called send(f32[20]) where rank 0 called recv(f32[10]), sequence 1");
 }
 
 /// A buffer takes values of any shape, and dimensions of size 1 do not matter; otherwise shapes are the same on all ranks.
@@ -196,13 +189,7 @@ fn messages_have_one_shape_on_both_sides() {
         communicator.run(call(if communicator.rank() == 0 { &[6] } else { &[3, 2] })).unwrap();
         until_failure(&communicator, call(if communicator.rank() == 0 { &[2, 3] } else { &[3, 2] }))
     });
-    for error in errors {
-        let text = error.to_string();
-        assert!(
-            text.starts_with("rank 1 called send(f32[3, 2]) where rank 0 called recv(f32[2, 3]), sequence 2"),
-            "{text}"
-        );
-    }
+    all_begin(&errors, "rank 1 called send(f32[3, 2]) where rank 0 called recv(f32[2, 3]), sequence 2");
 }
 
 #[test]
@@ -220,14 +207,6 @@ fn messages_of_batches_must_match() {
         let ended = communicator.run_batch(batch);
         ended.err().unwrap_or_else(|| until_failure(&communicator, Collective::Barrier))
     });
-    for error in errors {
-        let text = error.to_string();
-        assert!(
-            text.starts_with(
-                "rank 1 called send(f32[20]) for batch_isend_irecv where rank 0 called recv(f32[10]) for batch_isend_irecv, \
-                 sequence 1"
-            ),
-            "{text}"
-        );
-    }
+    let text = "rank 1 called send(f32[20]) for batch_isend_irecv where rank 0 called recv(f32[10]) for batch_isend_irecv, sequence 1";
+    all_begin(&errors, text);
 }
