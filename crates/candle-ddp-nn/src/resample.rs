@@ -310,7 +310,7 @@ fn backward_columns_last<T: Element>(
         total.fill(zero);
         let width = total.len() * columns.len() / wide.len();
         for (total, wide) in total.chunks_exact_mut(width).zip(wide.chunks_exact(columns.len())) {
-            add_along(total, &*wide, columns);
+            add_along(total, wide, columns);
         }
         narrow(dx, total.iter().copied());
     })
