@@ -1,31 +1,19 @@
 //! All pairs of features, as `docs/combining.md` lists them: a pair trains like one process that has the whole batch, also after it has been
 //! saved and loaded by another number of ranks, or it is the page's error on every rank.
-use crate::common::{going_on, of_micro_batch, waves, with_virtual_ranks};
-use candle_core::backprop::GradStore;
-use candle_core::{DType, Device, Tensor, Var};
-use candle_ddp::amp::{GradScaler, GradScalerOptions};
-use candle_ddp::checkpoint::{self, Parts, StateDict};
-use candle_ddp::comm_hook::AllReduce;
-use candle_ddp::nn::{self, BatchNorm, Linear, LoraConfig, layer_norm, linear, sync_batch_norm};
-use candle_ddp::optim::{
-    self, AdamW, Ema, FusedOptimizer, Lamb, Optimizer, ParamsAdamW, ParamsLamb, ParamsMuon, PeriodicModelAverager,
-    UpdateRule,
-};
-use candle_ddp::{
-    Backward, Block, DdpOptions, DistributedDataParallel, DistributedModel, JoinOptions, Precision, ProcessGroup,
-    ReduceOp, Result, Role, Sharding, WithGrad, backward_with, block, spawn,
-};
-use candle_nn::{Module, ModuleT, VarBuilder, VarMap};
-use std::collections::{BTreeMap, HashMap};
-use std::ops::Range;
-use std::path::Path;
-use std::sync::Arc;
+mod program;
 
-/// In two halves, of which each rank has an equal part.
-const ROWS: usize = 24;
-const VIRTUAL: usize = 8;
-const WIDTH: usize = 6;
-const STEPS: usize = 4;
+use crate::common::with_virtual_ranks;
+use candle_ddp::{ProcessGroup, spawn};
+use program::{STEPS, VIRTUAL, Values};
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Mutex, OnceLock};
+use std::thread::{self, JoinHandle};
+
+/// So many pairs train at a time.
+const AT_A_TIME: usize = 4;
 
 /// The features, and the list of all.
 macro_rules! features {
@@ -89,384 +77,75 @@ impl Feature {
     }
 }
 
-struct Net {
-    conv: Option<nn::Conv2d>,
-    stem: Linear,
-    layers: Vec<Block<nn::Func<'static>>>,
-    norm: Option<BatchNorm>,
-    head: Linear,
-    checkpointed: bool,
+/// What a rank has found, or its error.
+type Found = Result<Values, String>;
+type Job = (Vec<Feature>, Range<usize>, PathBuf);
+
+/// Ranks that train for one pair after the other, since it takes time to make a group.
+struct Team {
+    jobs: Vec<Sender<Job>>,
+    found: Vec<Receiver<Found>>,
+    thread: Option<JoinHandle<()>>,
 }
 
-impl Net {
-    fn new(vb: VarBuilder<'static>, group: &ProcessGroup, with: &[Feature]) -> candle_core::Result<Self> {
-        let layer = |vb: VarBuilder<'static>| -> candle_core::Result<_> {
-            let (norm, fc) = (layer_norm(WIDTH, 1e-5, vb.pp("norm"))?, linear(WIDTH, WIDTH, vb.pp("fc"))?);
-            Ok(nn::func(move |x| nn::add(x, &nn::gelu(&fc.forward(&norm.forward(x)?)?)?)))
-        };
-        let norm = match with.contains(&SyncBatchNorm) {
-            true => Some(sync_batch_norm(group, WIDTH, 1e-5, vb.pp("sync"))?),
-            false => None,
-        };
-        let conv = match with.contains(&ChannelsLast) {
-            true => Some(nn::conv2d(3, 3, 2, Default::default(), vb.pp("conv"))?),
-            false => None,
-        };
-        Ok(Self {
-            conv,
-            stem: linear(3, WIDTH, vb.pp("stem"))?,
-            layers: (0..2).map(|index| block(vb.pp(format!("layers.{index}")), layer)).collect::<Result<_, _>>()?,
-            norm,
-            head: linear(WIDTH, 1, vb.pp("head"))?,
-            checkpointed: with.contains(&Checkpoint),
-        })
-    }
-
-    fn forward(&self, x: &Tensor, train: bool) -> candle_core::Result<Tensor> {
-        let x = &match &self.conv {
-            Some(conv) => {
-                let pixels = [1.0, 0.5, -1.0, 0.25].map(|factor| x * factor);
-                let pixels = pixels.into_iter().collect::<candle_core::Result<Vec<_>>>()?;
-                let images = Tensor::stack(&pixels, 2)?.reshape((x.dim(0)?, 3, 2, 2))?;
-                let images = nn::to_memory_format(&images, nn::MemoryFormat::ChannelsLast)?;
-                conv.forward(&images)?.flatten_from(1)?
-            }
-            None => x.clone(),
-        };
-        let x = match self.checkpointed {
-            true => {
-                let stem = self.stem.clone();
-                nn::checkpoint(&[x], move |x| stem.forward(&x[0]))?
-            }
-            false => self.stem.forward(x)?,
-        };
-        let x = self.layers.iter().try_fold(x, |x, layer| layer.forward(&x))?;
-        let x = self.norm.as_ref().map_or(Ok(x.clone()), |norm| norm.forward_t(&x, train))?;
-        self.head.forward(&x)
-    }
-}
-
-fn rows(step: usize, ranges: &[Range<usize>]) -> candle_core::Result<Tensor> {
-    let all = waves(&[ROWS, 3], step * 11);
-    let parts =
-        ranges.iter().map(|range| all.narrow(0, range.start, range.len())).collect::<candle_core::Result<Vec<_>>>()?;
-    Tensor::cat(&parts, 0)
-}
-
-type Ddp = DistributedDataParallel<Net>;
-type Values = BTreeMap<String, Vec<f64>>;
-
-/// A model that gets the outputs of the first, with its optimizer.
-struct Second<'a> {
-    ddp: &'a DistributedDataParallel<Linear>,
-    varmap: VarMap,
-    optimizer: AdamW,
-}
-
-struct SecondIfAny<'a>(Option<Second<'a>>);
-
-impl Parts for SecondIfAny<'_> {
-    fn parts(&mut self) -> Vec<(&str, &mut dyn StateDict)> {
-        let Some(Second { varmap, optimizer, .. }) = &mut self.0 else { return Vec::new() };
-        vec![("second", varmap), ("second_optimizer", optimizer)]
-    }
-}
-
-struct Program<'a, 'b> {
-    pg: &'a ProcessGroup,
-    with: &'a [Feature],
-    ddp: &'a Ddp,
-    second: Option<&'a mut Second<'b>>,
-    scaler: GradScaler,
-    collectives: Option<WithGrad>,
-}
-
-impl Program<'_, '_> {
-    fn has(&self, feature: Feature) -> bool {
-        self.with.contains(&feature)
-    }
-
-    /// The loss over rows of the batch, as a mean, or as a sum if the pass has a count.
-    fn loss(&self, step: usize, ranges: &[Range<usize>], share: f64) -> Result<Tensor> {
-        let mut y = self.ddp.call(|net| net.forward(&rows(step, ranges)?, true))?;
-        if let Some(second) = &self.second {
-            y = second.ddp.forward(&y)?;
-        }
-        if self.has(Evaluation) {
-            let own = 0..self.pg.rank() + 1;
-            nn::no_grad(|| self.ddp.call(|net| net.forward(&rows(step, &[own])?, false)))?;
-        }
-        let count = if self.has(Count) { y.elem_count() as f64 } else { 1.0 };
-        let mut loss = ((&y - 1.0)?.sqr()?.mean_all()? * count)?;
-        if let Some(collectives) = &self.collectives {
-            // The mean of all ranks' outputs is the same on every rank.
-            let mean = collectives.all_reduce(&y.mean_all()?, ReduceOp::Avg)?;
-            loss = (loss + (mean.sqr()? * count)?)?;
-        }
-        self.scaler.scale(&(loss * share)?)
-    }
-
-    fn count(&self, ranges: &[Range<usize>]) -> Option<f64> {
-        self.has(Count).then(|| ranges.iter().map(Range::len).sum::<usize>() as f64)
-    }
-
-    fn models(&self) -> Vec<&DistributedModel> {
-        let first: &DistributedModel = self.ddp;
-        std::iter::once(first).chain(self.second.iter().map(|second| -> &DistributedModel { second.ddp })).collect()
-    }
-
-    /// The gradients of a step; None if it has been made.
-    fn backward(&self, optimizer: &mut impl Optimizer, step: usize) -> Result<Option<GradStore>> {
-        let (rank, ranks) = (self.pg.rank(), self.pg.world_size());
-        // With a count, ranks may have different numbers of rows, unless a collective takes the mean of their means.
-        let start = |rank: usize| match self.has(Count) && !self.has(WithGrad) {
-            true => ROWS / 2 * rank * (rank + 1) / (ranks * (ranks + 1)),
-            false => ROWS / 2 * rank / ranks,
-        };
-        let (start, end) = (start(rank), start(rank + 1));
-        let mut own = vec![start..end, ROWS / 2 + start..ROWS / 2 + end];
-        let pass = |ranges: &[Range<usize>], step, share, into: Option<&mut GradStore>| {
-            let options = Backward { count: self.count(ranges), into, ..Default::default() };
-            backward_with(&self.loss(step, ranges, share)?, &self.models(), options)
-        };
-        if self.has(VirtualRanks) && !self.has(Into) && !self.has(BackwardAndStep) {
-            let mut last = None;
-            for number in self.ddp.micro_batches().unwrap() {
-                let rows = number * ROWS / VIRTUAL..(number + 1) * ROWS / VIRTUAL;
-                let range = std::slice::from_ref(&rows);
-                let _guard = self.has(NoSync).then(|| self.ddp.no_sync());
-                let options = Backward { count: self.count(range), ..of_micro_batch(number) };
-                last = Some(backward_with(&self.loss(step, range, 1.0)?, &self.models(), options)?);
-            }
-            return Ok(last);
-        }
-        let (all, mut share) = (own.clone(), 1.0);
-        if self.has(NoSync) {
-            // The half of a mean; sums need no division.
-            share = if self.has(Count) { 1.0 } else { 0.5 };
-            let _guards = (self.ddp.no_sync(), self.second.as_ref().map(|second| second.ddp.no_sync()));
-            pass(&[own.remove(0)], step, share, None)?;
-            if self.has(BackwardAndStep) {
-                let loss = self.loss(step, &own, share)?;
-                return self.ddp.backward_and_step(&loss, optimizer).map(|_| None);
-            }
-        }
-        if self.has(BackwardAndStep) {
-            let loss = self.loss(step, &own, share)?;
-            return self.ddp.backward_and_step(&loss, optimizer).map(|_| None);
-        }
-        if self.has(Into) {
-            let mut grads = GradStore::default();
-            pass(&own, step, share, Some(&mut grads))?;
-            return pass(&all, step + 100, 0.5, Some(&mut grads)).map(Some);
-        }
-        pass(&own, step, share, None).map(Some)
-    }
-
-    fn step(&mut self, optimizer: &mut impl Optimizer, step: usize) -> Result<()> {
-        let Some(mut grads) = self.backward(optimizer, step)? else { return Ok(()) };
-        if self.has(Clipping) {
-            optimizer.unscale(&mut self.scaler, &mut grads)?;
-            let norm = optimizer.clip_grad_norm(&mut grads, 0.01)?;
-            assert!(norm > 0.01, "{norm}");
-        }
-        assert!(match &mut self.second {
-            None => self.scaler.step(optimizer, &mut grads)?,
-            Some(second) => self.scaler.step_if_finite(&mut grads, |grads| {
-                optimizer.step(grads)?;
-                second.optimizer.step(grads)
-            })?,
-        });
-        self.scaler.update()
-    }
-}
-
-/// The frozen weights of a model with adapters.
-fn base() -> HashMap<String, Tensor> {
-    let value = |seed: usize, index: usize| ((seed * 31 + index * 7) as f64 * 0.3).sin() * 0.5 + 0.6;
-    let shapes: [(&str, &[usize]); 18] = [
-        ("conv.weight", &[3, 3, 2, 2]),
-        ("conv.bias", &[3]),
-        ("sync.weight", &[WIDTH]),
-        ("sync.bias", &[WIDTH]),
-        ("sync.running_mean", &[WIDTH]),
-        ("sync.running_var", &[WIDTH]),
-        ("stem.weight", &[WIDTH, 3]),
-        ("stem.bias", &[WIDTH]),
-        ("layers.0.norm.weight", &[WIDTH]),
-        ("layers.0.norm.bias", &[WIDTH]),
-        ("layers.0.fc.weight", &[WIDTH, WIDTH]),
-        ("layers.0.fc.bias", &[WIDTH]),
-        ("layers.1.norm.weight", &[WIDTH]),
-        ("layers.1.norm.bias", &[WIDTH]),
-        ("layers.1.fc.weight", &[WIDTH, WIDTH]),
-        ("layers.1.fc.bias", &[WIDTH]),
-        ("head.weight", &[1, WIDTH]),
-        ("head.bias", &[1]),
-    ];
-    let tensor = |(seed, (name, shape)): (usize, &(&str, &[usize]))| {
-        let values = (0..shape.iter().product()).map(|index| value(seed, index)).collect();
-        (name.to_string(), Tensor::from_vec(values, *shape, &Device::Cpu).unwrap())
-    };
-    shapes.iter().enumerate().map(tensor).collect()
-}
-
-fn options(pg: &ProcessGroup, with: &[Feature]) -> DdpOptions {
-    let has = |feature| with.contains(&feature);
-    let is_hybrid = (has(HybridOptimizer) || has(HybridBlocks)) && pg.world_size().is_multiple_of(2);
-    let ranks = is_hybrid.then_some(pg.world_size() / 2);
-    let sharding = match () {
-        _ if has(ShardedOptimizer) || has(HybridOptimizer) => Sharding::Optimizer { ranks },
-        _ if has(ShardedBlocks) || has(HybridBlocks) => {
-            Sharding::Blocks { reshard_after_forward: has(ShardedBlocks), ranks }
-        }
-        _ => Sharding::Off,
-    };
-    let is_frozen = has(Frozen);
-    DdpOptions {
-        precision: Precision::Pure(DType::F64),
-        sharding,
-        on_non_finite: has(OnNonFinite).then_some(candle_ddp::OnNonFinite::Skip { at_most: 3 }),
-        replica_check: has(ReplicaCheck).then_some(candle_ddp::ReplicaCheck { every: 1, warn_only: false }),
-        role: Arc::new(
-            move |name| if is_frozen && name.ends_with("norm.bias") { Role::Frozen } else { Role::Parameter },
-        ),
-        init_seed: Some(7),
-        ..Default::default()
-    }
-}
-
-/// Trains these steps, after those that an earlier run has saved in the folder, and returns the whole weights and averages.
-fn train<R: UpdateRule>(
-    pg: &ProcessGroup,
-    with: &[Feature],
-    optimizer: impl FnOnce(&Ddp) -> Result<FusedOptimizer<R>>,
-    steps: Range<usize>,
-    folder: &Path,
-) -> Result<Values> {
-    let has = |feature| with.contains(&feature);
-    let mut varmap = VarMap::new();
-    let lora = LoraConfig {
-        r: 2,
-        target_modules: vec!["fc".to_string()],
-        modules_to_save: ["head", "sync"][..1 + usize::from(has(SyncBatchNorm))]
-            .iter()
-            .map(|name| name.to_string())
-            .collect(),
-        ..Default::default()
-    };
-    if has(Adapters) {
-        for (name, value) in base().into_iter().filter(|(name, _)| lora.is_trained(name)) {
-            varmap.data().lock().unwrap().insert(name, Var::from_tensor(&value)?);
-        }
-    }
-    let build = |vb: VarBuilder<'static>| match has(Adapters) {
-        false => Net::new(vb, pg, with),
-        true => {
-            let base = VarBuilder::from_tensors(base(), DType::F64, &Device::Cpu);
-            lora.build(base, vb, |vb| Net::new(vb, pg, with))
-        }
-    };
-    let ddp = DistributedDataParallel::with_options(pg, &varmap, build, options(pg, with))?;
-    let second_varmap = VarMap::new();
-    let second = match has(TwoModels) {
-        true => {
-            let build = |vb: VarBuilder<'static>| linear(1, 1, vb.pp("second"));
-            Some(DistributedDataParallel::with_options(pg, &second_varmap, build, options(pg, with))?)
-        }
-        false => None,
-    };
-    let second = second.as_ref().map(|ddp| {
-        let adamw = ParamsAdamW { lr: 0.01, ..Default::default() };
-        Ok::<_, candle_ddp::Error>(Second { ddp, varmap: second_varmap.clone(), optimizer: AdamW::new(ddp, adamw)? })
-    });
-    let mut second = SecondIfAny(second.transpose()?);
-    if has(CommHook) {
-        ddp.register_comm_hook(AllReduce::default())?;
-    }
-    let mut optimizer = optimizer(&ddp)?;
-    let enabled = has(GradScaler);
-    let scaling = GradScalerOptions { enabled, init_scale: 1024.0, growth_interval: 2, ..Default::default() };
-    let all = second.0.iter().flat_map(|second| second.ddp.parameters()).chain(ddp.parameters()).collect::<Vec<_>>();
-    let scaler = candle_ddp::amp::GradScaler::new(pg, all, scaling)?;
-    let mut ema = Ema::new(&ddp, 0.7)?;
-    // A sharded model has no other model to be averaged with.
-    let alone = has(Averager) && (has(ShardedBlocks) || has(HybridBlocks));
-    let of = |rank: usize| if alone { pg.new_group(&[rank]) } else { Ok(None) };
-    let own: Vec<_> = (0..pg.world_size()).map(of).collect::<Result<_>>()?;
-    let own = own.into_iter().flatten().next();
-    let mut averager = PeriodicModelAverager::new(own.as_ref().unwrap_or(pg), 1, 0, None)?;
-    let collectives = if has(WithGrad) { Some(pg.with_grad()?) } else { None };
-    let mut checkpointer = going_on(pg, folder.join("run"))?;
-    let last = checkpointer.load_latest((
-        ("model", &mut varmap),
-        ("optimizer", &mut optimizer),
-        ("ema", &mut ema),
-        &mut second,
-    ))?;
-    assert_eq!(last, steps.start.checked_sub(1).map(|step| step as u64));
-    let mut program = Program { pg, with, ddp: &ddp, second: second.0.as_mut(), scaler, collectives };
-    let mut all = |optimizer: &mut FusedOptimizer<R>| -> Result<()> {
-        for step in steps.clone() {
-            program.step(optimizer, step)?;
-            if has(Averager) {
-                averager.average_parameters(&ddp)?;
-                if let Some(second) = &program.second {
-                    averager.average_parameters(second.ddp)?;
+impl Team {
+    fn new(number: usize, is_virtual: bool) -> Self {
+        let (jobs, for_ranks): (Vec<_>, Vec<_>) = (0..number).map(|_| channel::<Job>()).unzip();
+        let (of_ranks, found): (Vec<_>, Vec<_>) = (0..number).map(|_| channel()).unzip();
+        let ends: Vec<_> = for_ranks.into_iter().zip(of_ranks).map(|ends| Mutex::new(Some(ends))).collect();
+        let run = move |pg: ProcessGroup| {
+            let (jobs, all_found) = ends[pg.rank()].lock().unwrap().take().unwrap();
+            for (with, steps, folder) in jobs {
+                let found = program::run(&pg, &with, steps, &folder).map_err(|error| error.to_string());
+                // The other ranks hear of an error by this rank's leaving.
+                let fails = found.is_err();
+                if all_found.send(found).is_err() || fails {
+                    break;
                 }
             }
-            ema.update()?;
-        }
-        Ok(())
-    };
-    if has(Join) {
-        optimizer.join(&ddp, JoinOptions::default(), all)?;
-    } else {
-        all(&mut optimizer)?
-    };
-    let parts = (("model", &mut varmap), ("optimizer", &mut optimizer), ("ema", &mut ema), &mut second);
-    checkpointer.save(steps.end as u64 - 1, parts)?.wait()?;
-    let whole = |name: &str, varmap: &VarMap| -> Result<Values> {
-        let path = folder.join(name);
-        checkpoint::save_distributed(pg, varmap, &path)?;
-        let values =
-            |(name, tensor): (String, Tensor)| Ok((name, tensor.to_dtype(DType::F64)?.flatten_all()?.to_vec1()?));
-        checkpoint::read(&path)?.into_iter().map(values).collect()
-    };
-    let mut found = whole("model", &varmap)?;
-    if has(TwoModels) {
-        found.extend(whole("second", &second_varmap)?);
+            Ok(())
+        };
+        let thread = thread::spawn(move || {
+            let ended = if is_virtual { with_virtual_ranks(VIRTUAL, number, run) } else { spawn(number, run) };
+            ended.unwrap();
+        });
+        Self { jobs, found, thread: Some(thread) }
     }
-    ema.apply()?;
-    found.extend(whole("averages", &varmap)?.into_iter().map(|(name, values)| (format!("average of {name}"), values)));
-    Ok(found)
+
+    fn train(&self, with: &[Feature], steps: &Range<usize>, folder: &Path) -> Vec<Found> {
+        for jobs in &self.jobs {
+            // A rank that has ended is found below.
+            _ = jobs.send((with.to_vec(), steps.clone(), folder.to_path_buf()));
+        }
+        let found = |found: &Receiver<Found>| found.recv().unwrap_or_else(|_| Err("the rank has ended".to_string()));
+        self.found.iter().map(found).collect()
+    }
 }
 
-/// Runs the program on so many ranks, and returns each rank's result.
-fn ranks(
-    ranks: usize,
-    with: &[Feature],
-    steps: Range<usize>,
-    folder: &Path,
-) -> Vec<std::result::Result<Values, String>> {
-    let (adamw, muon) = (ParamsAdamW { lr: 0.01, ..Default::default() }, ParamsMuon { lr: 0.01, ..Default::default() });
-    let lamb = ParamsLamb { lr: 0.01, ..Default::default() };
-    let by_adamw = |name: &str| name.starts_with("head");
-    let run = |pg: ProcessGroup| {
-        let (pg, steps) = (&pg, steps.clone());
-        let (adamw, muon, lamb) = (adamw.clone(), muon.clone(), lamb.clone());
-        let found = match (with.contains(&Norms), with.contains(&Muon)) {
-            (true, _) => train(pg, with, |ddp| Lamb::new(ddp, lamb), steps, folder),
-            (_, true) => train(pg, with, |ddp| optim::Muon::with_adamw(ddp, muon, adamw, by_adamw), steps, folder),
-            (_, false) => train(pg, with, |ddp| AdamW::new(ddp, adamw), steps, folder),
-        };
-        Ok(found.map_err(|error| error.to_string()))
-    };
-    match with.contains(&VirtualRanks) {
-        true => with_virtual_ranks(VIRTUAL, ranks, run),
-        false => spawn(ranks, run),
+impl Drop for Team {
+    fn drop(&mut self) {
+        self.jobs.clear();
+        // A panic of its has been reported as the error of a rank.
+        _ = self.thread.take().map(JoinHandle::join);
     }
-    .unwrap()
+}
+
+/// Teams that are free, by their number of ranks, and whether they have virtual ranks.
+#[derive(Default)]
+struct Teams(Mutex<BTreeMap<(usize, bool), Vec<Team>>>);
+
+impl Teams {
+    /// Runs the program on so many ranks, and returns each rank's result.
+    fn ranks(&self, number: usize, with: &[Feature], steps: Range<usize>, folder: &Path) -> Vec<Found> {
+        let kind = (number, with.contains(&VirtualRanks));
+        let free = self.0.lock().unwrap().get_mut(&kind).and_then(Vec::pop);
+        let team = free.unwrap_or_else(|| Team::new(kind.0, kind.1));
+        let found = team.train(with, &steps, folder);
+        if found.iter().all(Result::is_ok) {
+            self.0.lock().unwrap().entry(kind).or_default().push(team);
+        }
+        found
+    }
 }
 
 /// The page's error for two features, by its table.
@@ -480,80 +159,106 @@ fn refusals() -> BTreeMap<(String, String), String> {
     rows.collect()
 }
 
-#[test]
-fn every_pair_of_features_trains_like_one_process_or_is_the_error_of_the_page() {
-    let refusals = refusals();
-    assert!(refusals.len() > 10);
-    let only = std::env::var("CANDLE_DDP_TEST_PAIR").ok();
-    let mut expected = BTreeMap::<String, Values>::new();
-    let (mut failures, mut yes, mut no) = (Vec::new(), 0, 0);
-    for (index, first) in ALL.iter().copied().enumerate() {
-        for second in ALL[index..].iter().copied().filter(|second| first == *second || !first.excludes(*second)) {
-            let with: &[Feature] = if first == second { &[first] } else { &[first, second] };
-            let name = format!("{with:?}");
-            if only.as_ref().is_some_and(|only| !name.contains(only)) {
-                continue;
-            }
-            let words = (first.word().unwrap_or_default().to_string(), second.word().unwrap_or_default().to_string());
-            let refusal = refusals.get(&words).or_else(|| refusals.get(&(words.1, words.0)));
+/// All that the pairs have in common.
+struct Pairs {
+    refusals: BTreeMap<(String, String), String>,
+    teams: Teams,
+    /// What one process finds, by the features that make it another training.
+    of_one: Mutex<BTreeMap<String, Arc<OnceLock<Values>>>>,
+}
+
+impl Pairs {
+    fn refusal(&self, with: &[Feature]) -> Option<&String> {
+        let word = |feature: &Feature| feature.word().unwrap_or_default().to_string();
+        let words = (word(&with[0]), word(with.last().unwrap()));
+        self.refusals.get(&words).or_else(|| self.refusals.get(&(words.1, words.0)))
+    }
+
+    /// What is wrong with the errors of a pair.
+    fn refuse(&self, with: &[Feature], refusal: &str) -> Option<String> {
+        (2..=4).find_map(|number| {
             let folder = tempfile::tempdir().unwrap();
-            if let Some(refusal) = refusal {
-                no += 1;
-                for number in 2..=4 {
-                    let folder = tempfile::tempdir().unwrap();
-                    let found = ranks(number, with, 0..1, folder.path());
-                    if !found.iter().all(|found| found.as_ref().is_err_and(|error| error.contains(refusal))) {
-                        failures.push(format!("{name} on {number} ranks: {found:?}, not {refusal}"));
-                    }
-                }
-                continue;
-            }
-            yes += 1;
-            let splits = [SyncBatchNorm, WithGrad].iter().any(|feature| with.contains(feature));
-            let mut of_one = with.to_vec();
-            of_one.retain(|feature| feature.is_another_training() || (splits && *feature == NoSync));
-            let expected = expected.entry(format!("{of_one:?}")).or_insert_with(|| {
-                let folder = tempfile::tempdir().unwrap();
-                ranks(1, &of_one, 0..STEPS, folder.path())
-                    .remove(0)
-                    .unwrap_or_else(|error| panic!("{of_one:?}: {error}"))
-            });
-            // Of four ranks, two have a hybrid model together.
-            let is_hybrid = with.contains(&HybridOptimizer) || with.contains(&HybridBlocks);
-            let numbers = if is_hybrid { [(4, 3), (4, 1), (3, 4), (1, 4)] } else { [(2, 3), (4, 1), (3, 4), (1, 2)] };
-            let (first, second) = numbers[(yes + no) % 4];
-            for (number, steps) in [(first, 0..2), (second, 2..STEPS)] {
-                let is_last = steps.end == STEPS;
-                let found: std::result::Result<Vec<_>, _> =
-                    ranks(number, with, steps, folder.path()).into_iter().collect();
-                match found {
-                    Err(error) => {
-                        failures.push(format!("{name} on {number} ranks: {error}"));
-                        break;
-                    }
-                    Ok(found) if is_last => {
-                        let differs = |found: &Values| {
-                            !found.keys().eq(expected.keys())
-                                || found
-                                    .values()
-                                    .flatten()
-                                    .zip(expected.values().flatten())
-                                    .any(|(a, b)| (a - b).abs() > 1e-12)
-                        };
-                        if found.iter().any(differs) {
-                            let values =
-                                |name: &str| (found[0].get(name).map(|v| v[0]), expected.get(name).map(|v| v[0]));
-                            failures.push(format!(
-                                "{name}: other values, {:?}",
-                                expected.keys().map(|name| (name, values(name))).collect::<Vec<_>>()
-                            ));
-                        }
-                    }
-                    Ok(_) => {}
-                }
+            let found = self.teams.ranks(number, with, 0..1, folder.path());
+            let is_right = found.iter().all(|found| found.as_ref().is_err_and(|error| error.contains(refusal)));
+            (!is_right).then(|| format!("{with:?} on {number} ranks: {found:?}, not {refusal}"))
+        })
+    }
+
+    /// What one process finds.
+    fn expected(&self, with: &[Feature]) -> Arc<OnceLock<Values>> {
+        let splits = [SyncBatchNorm, WithGrad].iter().any(|feature| with.contains(feature));
+        let mut of_one = with.to_vec();
+        of_one.retain(|feature| feature.is_another_training() || (splits && *feature == NoSync));
+        let expected = Arc::clone(self.of_one.lock().unwrap().entry(format!("{of_one:?}")).or_default());
+        expected.get_or_init(|| {
+            let folder = tempfile::tempdir().unwrap();
+            let found = self.teams.ranks(1, &of_one, 0..STEPS, folder.path()).remove(0);
+            found.unwrap_or_else(|error| panic!("{of_one:?}: {error}"))
+        });
+        expected
+    }
+
+    /// What is wrong with the training of a pair. Of these numbers of ranks, the first begins, and the second ends it.
+    fn train(&self, with: &[Feature], numbers: (usize, usize)) -> Option<String> {
+        let expected = self.expected(with);
+        let expected = expected.get().unwrap();
+        let folder = tempfile::tempdir().unwrap();
+        let mut last = Vec::new();
+        for (number, steps) in [(numbers.0, 0..2), (numbers.1, 2..STEPS)] {
+            let found: Result<Vec<_>, _> = self.teams.ranks(number, with, steps, folder.path()).into_iter().collect();
+            match found {
+                Err(error) => return Some(format!("{with:?} on {number} ranks: {error}")),
+                Ok(found) => last = found,
             }
         }
+        let differs = |found: &Values| {
+            let mut pairs = found.values().flatten().zip(expected.values().flatten());
+            !found.keys().eq(expected.keys()) || pairs.any(|(a, b)| (a - b).abs() > 1e-12)
+        };
+        last.iter().any(differs).then(|| {
+            let values = |name: &str| (last[0].get(name).map(|v| v[0]), expected.get(name).map(|v| v[0]));
+            let values: Vec<_> = expected.keys().map(|name| (name, values(name))).collect();
+            format!("{with:?}: other values, {values:?}")
+        })
     }
-    println!("{yes} pairs that train, {no} errors");
-    assert!(failures.is_empty(), "{} of {}:\n{}", failures.len(), yes + no, failures.join("\n"));
+
+    /// What is wrong with the pair that has this number.
+    fn check(&self, index: usize, with: &[Feature]) -> Option<String> {
+        if let Some(refusal) = self.refusal(with) {
+            return self.refuse(with, refusal);
+        }
+        // Of four ranks, two have a hybrid model together.
+        let is_hybrid = with.contains(&HybridOptimizer) || with.contains(&HybridBlocks);
+        let numbers = if is_hybrid { [(4, 3), (4, 1), (3, 4), (1, 4)] } else { [(2, 3), (4, 1), (3, 4), (1, 2)] };
+        self.train(with, numbers[index % 4])
+    }
+}
+
+#[test]
+fn every_pair_of_features_trains_like_one_process_or_is_the_error_of_the_page() {
+    let pairs = Pairs { refusals: refusals(), teams: Teams::default(), of_one: Mutex::default() };
+    assert!(pairs.refusals.len() > 10);
+    let seconds = |index: usize, first: Feature| {
+        let fits = move |second: &Feature| first == *second || !first.excludes(*second);
+        ALL[index..].iter().copied().filter(fits).map(move |second| (first, second))
+    };
+    let all = ALL.iter().copied().enumerate().flat_map(|(index, first)| seconds(index, first));
+    let all = all.map(|(first, second)| if first == second { vec![first] } else { vec![first, second] });
+    let only = std::env::var("CANDLE_DDP_TEST_PAIR").unwrap_or_default();
+    let all: Vec<_> = (1..).zip(all).filter(|(_, with)| format!("{with:?}").contains(&only)).collect();
+    let (left, failures) = (Mutex::new(all.iter()), Mutex::new(Vec::new()));
+    let next = || left.lock().unwrap().next();
+    thread::scope(|scope| {
+        for _ in 0..AT_A_TIME {
+            scope.spawn(|| {
+                while let Some((index, with)) = next() {
+                    failures.lock().unwrap().extend(pairs.check(*index, with));
+                }
+            });
+        }
+    });
+    let failures = failures.into_inner().unwrap();
+    let no = all.iter().filter(|(_, with)| pairs.refusal(with).is_some()).count();
+    println!("{} pairs that train, {no} errors", all.len() - no);
+    assert!(failures.is_empty(), "{} of {}:\n{}", failures.len(), all.len(), failures.join("\n"));
 }
