@@ -138,7 +138,7 @@ impl Rank<'_> {
     }
 
     pub(super) fn full(&self, dtype: DType, count: usize, value: f64) -> Outcome<Tensor> {
-        Ok(Tensor::full(value, count, &Device::Cpu)?.to_dtype(dtype)?.to_device(self.device)?)
+        self.periodic(dtype, count, 1, |_| value)
     }
 
     /// The relative tolerance of averages.
