@@ -4,6 +4,7 @@ use super::amx::{Config, is_there};
 use super::tests::{blocks_meet, numbers, products_are_exact_up_to_sums};
 use super::{Avx512, PackedRows, Product, Unit, WIDTH, multiply_packed};
 use half::bf16;
+use std::arch::x86_64::*;
 use std::cell::UnsafeCell;
 use std::mem::MaybeUninit;
 use std::ptr::{null_mut, read_unaligned};
@@ -163,21 +164,38 @@ impl Tiles {
         if (rows, bytes, a_bytes) != (a_rows, b_bytes, 4 * b_rows) || sum == a || sum == b || a == b {
             refuse("tiles that do not fit together");
         }
-        let halves = |row: &Row, at: usize| {
-            let pair = u32::from_le_bytes([row[4 * at], row[4 * at + 1], row[4 * at + 2], row[4 * at + 3]]);
-            [pair << 16, pair & 0xffff_0000].map(f32::from_bits)
-        };
-        for (row, column) in (0..rows).flat_map(|row| (0..bytes / 4).map(move |column| (row, column))) {
-            let mut sums = [0f32; 2];
-            for pair in 0..b_rows {
-                let (a, b) = (halves(&self.data[a][row], pair), halves(&self.data[b][pair], column));
-                sums = [0, 1].map(|half| a[half].mul_add(b[half], sums[half]));
-            }
-            let result = &mut self.data[sum][row][4 * column..][..4];
-            let before = f32::from_le_bytes([result[0], result[1], result[2], result[3]]);
-            result.copy_from_slice(&(before + (sums[0] + sums[1])).to_le_bytes());
+        for row in 0..rows {
+            // SAFETY: a processor that multiplies bf16 has the instructions.
+            let all = unsafe { add_product(&self.data[sum][row], &self.data[a][row], &self.data[b][..b_rows]) };
+            // The columns that the tile does not have keep what is there.
+            self.data[sum][row][..bytes].copy_from_slice(&all[..bytes]);
         }
     }
+}
+
+/// Adds the product of a row and all columns of a tile to `sums`. Both halves of the pairs have sums of their own, which are then added.
+#[target_feature(enable = "avx512f")]
+fn add_product(sums: &Row, row: &Row, tile: &[Row]) -> Row {
+    let halves = |pairs: __m512i| {
+        let upper = _mm512_and_si512(pairs, _mm512_set1_epi32(0xffff_0000_u32 as i32));
+        [_mm512_slli_epi32::<16>(pairs), upper].map(|half| _mm512_castsi512_ps(half))
+    };
+    let mut products = [_mm512_setzero_ps(); 2];
+    for (pair, columns) in row.chunks_exact(4).zip(tile) {
+        let pair = i32::from_le_bytes([pair[0], pair[1], pair[2], pair[3]]);
+        // SAFETY: a row has 64 bytes.
+        let columns = unsafe { _mm512_loadu_si512(columns.as_ptr().cast()) };
+        let (a, b) = (halves(_mm512_set1_epi32(pair)), halves(columns));
+        products = [0, 1].map(|half| _mm512_fmadd_ps(a[half], b[half], products[half]));
+    }
+    let mut result = *sums;
+    // SAFETY: as above.
+    unsafe {
+        let before = _mm512_loadu_ps(result.as_ptr().cast());
+        let after = _mm512_add_ps(before, _mm512_add_ps(products[0], products[1]));
+        _mm512_storeu_ps(result.as_mut_ptr().cast(), after);
+    }
+    result
 }
 
 /// The sums of both halves of 16 pairs, and then those of both together, as the manual of the instruction says.
