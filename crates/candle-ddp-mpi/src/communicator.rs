@@ -1,4 +1,3 @@
-use candle_ddp_base::debug_fields;
 use crate::comm::Comm;
 use crate::group::Group;
 use crate::lifetime::library;
@@ -7,6 +6,7 @@ use crate::queues::Outcome;
 use candle_ddp::backend::{Collective, Communicator, Completion, Split};
 use candle_ddp::rendezvous::Store;
 use candle_ddp::{Error, Failure, Result, Work};
+use candle_ddp_base::debug_fields;
 use candle_ddp_base::panic::lock;
 use candle_ddp_base::thread::spawn;
 use mpi::ffi::MPI_Comm;
