@@ -347,3 +347,26 @@ impl CustomOp1 for Resample {
         })
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Planes share a thread's memory, and the backward pass is the transpose.
+    #[test]
+    fn planes_do_not_depend_on_each_other() {
+        let axis = |(input, output)| Axis::new(input, output, |i| (i * (input - 1) / output, vec![0.25, 0.75]));
+        for (rows, columns) in [((3, 7), (4, 9)), ((7, 3), (9, 4)), ((3, 7), (9, 4))] {
+            let format = MemoryFormat::Contiguous;
+            let map = Resample { name: "test", format, rows: axis(rows), columns: axis(columns) };
+            let (input, output) = (rows.0 * columns.0, rows.1 * columns.1);
+            let numbers = |count: usize| (0..count).map(|i| (i as f64 * 0.7).sin()).collect::<Vec<_>>();
+            let (x, dy) = (numbers(5 * input), numbers(5 * output));
+            let (y, dx) = (map.forward(&x, 5), map.backward(&dy, 5));
+            assert_eq!(y, x.chunks(input).flat_map(|x| map.forward(x, 1)).collect::<Vec<_>>());
+            assert_eq!(dx, dy.chunks(output).flat_map(|dy| map.backward(dy, 1)).collect::<Vec<_>>());
+            let dot = |a: &[f64], b: &[f64]| a.iter().zip(b).map(|(a, b)| a * b).sum::<f64>();
+            assert!((dot(&y, &dy) - dot(&x, &dx)).abs() < 1e-12);
+        }
+    }
+}
