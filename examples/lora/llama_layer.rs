@@ -15,7 +15,7 @@ pub(crate) struct Sizes {
     pub(crate) key_heads: usize,
     /// Whether queries, keys and values have a bias, as in a Qwen2.
     pub(crate) has_bias: bool,
-    /// What the norms add to the mean of squares.
+    /// The number that the norms add to the mean of squares.
     pub(crate) eps: f64,
 }
 

@@ -77,7 +77,7 @@ impl Feature {
     }
 }
 
-/// What a rank has found, or its error.
+/// A rank's values, or its error.
 type Found = Result<Values, String>;
 type Job = (Vec<Feature>, Range<usize>, PathBuf);
 
@@ -163,7 +163,7 @@ fn refusals() -> BTreeMap<(String, String), String> {
 struct Pairs {
     refusals: BTreeMap<(String, String), String>,
     teams: Teams,
-    /// What one process finds, by the features that make it another training.
+    /// The values of one process, by the features that make it another training.
     of_one: Mutex<BTreeMap<String, Arc<OnceLock<Values>>>>,
 }
 
@@ -174,7 +174,7 @@ impl Pairs {
         self.refusals.get(&words).or_else(|| self.refusals.get(&(words.1, words.0)))
     }
 
-    /// What is wrong with the errors of a pair.
+    /// The errors of a pair, if they are not the page's.
     fn refuse(&self, with: &[Feature], refusal: &str) -> Option<String> {
         (2..=4).find_map(|number| {
             let folder = tempfile::tempdir().unwrap();
@@ -184,7 +184,7 @@ impl Pairs {
         })
     }
 
-    /// What one process finds.
+    /// The values of one process.
     fn expected(&self, with: &[Feature]) -> Arc<OnceLock<Values>> {
         let splits = [SyncBatchNorm, WithGrad].iter().any(|feature| with.contains(feature));
         let mut of_one = with.to_vec();
@@ -198,7 +198,7 @@ impl Pairs {
         expected
     }
 
-    /// What is wrong with the training of a pair. Of these numbers of ranks, the first begins, and the second ends it.
+    /// The difference between a pair's training and one process's, if there is one. Of these numbers of ranks, the first begins, and the second ends it.
     fn train(&self, with: &[Feature], numbers: (usize, usize)) -> Option<String> {
         let expected = self.expected(with);
         let expected = expected.get().unwrap();

@@ -247,7 +247,7 @@ impl RotatingKvCache {
     }
 }
 
-/// What caches of keys and values have, whatever kind of cache each of them is.
+/// The methods that caches of keys and values share, whatever kind of cache each of them is.
 macro_rules! keys_and_values {
     ($name:ident, $cache:ident, $length:literal) => {
         impl $name {

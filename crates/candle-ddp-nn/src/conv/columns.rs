@@ -159,7 +159,7 @@ mod tests {
     use super::super::geometry::positions;
     use super::*;
 
-    /// Columns by their definition: the place of each, and that of the input which it sees.
+    /// The columns by their definition: the place of each one, and the place of the input that it sees.
     fn pairs(geometry: &Geometry, group: usize, rows: Range<usize>) -> Vec<(usize, usize)> {
         let ([height, width], [in_height, in_width]) = (geometry.output, geometry.input);
         let (mut pairs, mut line) = (Vec::new(), 0);
