@@ -222,7 +222,7 @@ impl Pairs {
         })
     }
 
-    /// What is wrong with the pair that has this number.
+    /// The fault of the pair that has this number, if it has one.
     fn check(&self, index: usize, with: &[Feature]) -> Option<String> {
         if let Some(refusal) = self.refusal(with) {
             return self.refuse(with, refusal);

@@ -119,23 +119,31 @@ struct Run {
 fn runs(geometry: &Geometry, channel: usize, tap: [usize; 2], rows: Range<usize>) -> impl Iterator<Item = Run> {
     let ([height, width], channels) = (geometry.input, geometry.ci);
     let [valid_y, valid] = [0, 1].map(|axis| geometry.valid(axis, tap[axis]));
-    let mut row = rows.start;
-    std::iter::from_fn(move || {
-        if row >= rows.end {
-            return None;
-        }
-        let (image, first) = (row / height, row % height);
-        let count = (height - first).min(rows.end - row);
-        let (start, plane) = ((row - rows.start) * width, (image * channels + channel) * height);
-        row += count;
+    by_image(height, rows).map(move |(image, here, start)| {
+        let (first, count) = (here.start, here.len());
+        let (start, plane) = (start * width, (image * channels + channel) * height);
         let (seen, end) = (valid_y.start.max(first), valid_y.end.min(first + count));
         let lines = start..start + count * width;
         if seen >= end || valid.is_empty() {
-            return Some(Run { lines, seen: 0..0, source: 0 });
+            return Run { lines, seen: 0..0, source: 0 };
         }
         let source = (plane + geometry.seen(0, seen, tap[0])) * width + geometry.seen(1, valid.start, tap[1]);
         let seen = (seen - first) * width + valid.start..(end - 1 - first) * width + valid.end;
-        Some(Run { lines, seen, source })
+        Run { lines, seen, source }
+    })
+}
+
+/// Divides `rows`, which are numbered through all images of `height` rows: the image, its rows, and where they begin in `rows`.
+#[inline(always)]
+pub(super) fn by_image(height: usize, rows: Range<usize>) -> impl Iterator<Item = (usize, Range<usize>, usize)> {
+    let mut row = rows.start;
+    std::iter::from_fn(move || {
+        (row < rows.end).then(|| {
+            let (image, first, start) = (row / height, row % height, row - rows.start);
+            let count = (height - first).min(rows.end - row);
+            row += count;
+            (image, first..first + count, start)
+        })
     })
 }
 

@@ -1,6 +1,6 @@
 //! Convolutions on the CPU as products of the weight matrix with columns (see `columns.rs`), a block of columns at a
 //! time, in the type of arithmetic. The images of a pointwise convolution are multiplied where they lie, if they are large enough.
-use super::columns::{col2im, im2col};
+use super::columns::{by_image, col2im, im2col};
 use super::depthwise;
 use super::geometry::Geometry;
 use super::parts::{each_part, sum_parts};
@@ -184,16 +184,10 @@ fn group_weight<'a, R>(geometry: &Geometry, group: usize, weight: &'a [R]) -> &'
 #[inline(always)]
 fn runs(geometry: &Geometry, channel: usize, rows: Range<usize>) -> impl Iterator<Item = (Range<usize>, Range<usize>)> {
     let ([height, width], channels) = (geometry.output, geometry.co);
-    let mut row = rows.start;
-    std::iter::from_fn(move || {
-        if row >= rows.end {
-            return None;
-        }
-        let (image, at) = (row / height, row % height);
-        let count = (height - at).min(rows.end - row);
-        let (there, here) = (((image * channels + channel) * height + at) * width, (row - rows.start) * width);
-        row += count;
-        Some((there..there + count * width, here..here + count * width))
+    by_image(height, rows).map(move |(image, rows, start)| {
+        let (there, here) = (((image * channels + channel) * height + rows.start) * width, start * width);
+        let size = rows.len() * width;
+        (there..there + size, here..here + size)
     })
 }
 
