@@ -1,9 +1,11 @@
 //! Writes into existing tensors: slices of buckets, replicas.
 use crate::borrow::{slice, slice_mut, with_slice};
-use crate::kernels::{self, Assignment};
+use crate::kernels::{self, Assignment, Output};
 use crate::{Element, Result, dispatch, vectorise};
 use candle_core::backend::{BackendDevice, BackendStorage};
-use candle_core::{CpuStorage, CudaStorage, DType, InplaceOp1, InplaceOp2, Layout, Shape, Storage, Tensor, WithDType};
+use candle_core::{
+    CpuStorage, CudaStorage, DType, Device, InplaceOp1, InplaceOp2, Layout, Shape, Storage, Tensor, WithDType,
+};
 
 type CandleResult<T> = candle_core::Result<T>;
 
@@ -131,6 +133,22 @@ where
     Ok((copy, layout.shape().clone()))
 }
 
+/// Like [`snapshot`], on a GPU, where it writes the memory once.
+pub fn snapshot_cuda(storage: &CudaStorage, layout: &Layout, dtype: DType) -> CandleResult<(CudaStorage, Shape)> {
+    if storage.dtype() != dtype {
+        return Ok((storage.to_dtype(layout, dtype)?, layout.shape().clone()));
+    }
+    Ok(Output::copy_of(storage, layout)?.into_parts())
+}
+
+/// A flat tensor that the caller fills before anyone reads it.
+pub fn unfilled(elements: usize, dtype: DType, device: &Device) -> Result<Tensor> {
+    match device {
+        Device::Cuda(device) => Ok(Output::new(device, dtype, elements)?.into_tensor()),
+        _ => Ok(Tensor::zeros(elements, dtype, device)?),
+    }
+}
+
 /// Like [`snapshot`], of `tensor`.
 pub fn snapshot_tensor(tensor: &Tensor, dtype: DType) -> CandleResult<(Storage, Shape)> {
     let (storage, layout) = tensor.storage_and_layout();
@@ -139,7 +157,9 @@ pub fn snapshot_tensor(tensor: &Tensor, dtype: DType) -> CandleResult<(Storage, 
             Ok((Storage::Cpu(converted(storage, layout, dtype)?), layout.shape().clone()))
         }
         Storage::Cpu(storage) => snapshot(storage, layout, dtype).map(|(copy, shape)| (Storage::Cpu(copy), shape)),
-        Storage::Cuda(storage) => snapshot(storage, layout, dtype).map(|(copy, shape)| (Storage::Cuda(copy), shape)),
+        Storage::Cuda(storage) => {
+            snapshot_cuda(storage, layout, dtype).map(|(copy, shape)| (Storage::Cuda(copy), shape))
+        }
         Storage::Metal(storage) => snapshot(storage, layout, dtype).map(|(copy, shape)| (Storage::Metal(copy), shape)),
     }
 }

@@ -1,23 +1,30 @@
 //! Tensors whose memory comes and goes while a program holds them.
 use crate::borrow::slice;
-use crate::copy::snapshot;
+use crate::copy::copy_all;
+use crate::dispatch;
 use crate::error::{Error, RELEASED, check_storage, gone};
-use crate::{dispatch, kernels};
+use crate::kernels::{self, Output};
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CudaStorage, InplaceOp1, InplaceOp2, Layout, Result, Storage, Tensor, WithDType, bail};
 
-/// Frees the memory of `tensor`, which its views share, until [`fill`] gives it memory again. Meanwhile every use is an error, either
+/// Frees the memory of `tensor`, which its views share, until [`fill_all`] gives it memory again. Meanwhile every use is an error, either
 /// `gone` or candle's, which [`explained`] turns into `gone`. On a CPU it names the `owner`.
 pub fn release(tensor: &Tensor, owner: &str) -> Result<()> {
     tensor.inplace_op1(&Release(owner))
 }
 
-/// Gives the contiguous `tensor` new memory with the elements of the contiguous `source`, of the same dtype and device.
-pub fn fill(tensor: &Tensor, source: &Tensor) -> Result<()> {
-    if source.elem_count() != tensor.elem_count() || source.dtype() != tensor.dtype() {
-        bail!("a tensor of {} {:?} cannot be filled from {source:?}", tensor.elem_count(), tensor.dtype())
+/// Gives each of the contiguous tensors new memory with the elements of its contiguous source, of the same dtype and device. After an
+/// error, those on a GPU may hold anything.
+pub fn fill_all(tensors: &[(&Tensor, Tensor)]) -> crate::Result<()> {
+    for (tensor, source) in tensors {
+        if source.elem_count() != tensor.elem_count() || source.dtype() != tensor.dtype() {
+            let reason =
+                format!("a tensor of {} {:?} cannot be filled from {source:?}", tensor.elem_count(), tensor.dtype());
+            return Err(crate::Error::invalid("source", reason));
+        }
+        tensor.inplace_op2(source, &Fill)?;
     }
-    tensor.inplace_op2(source, &Fill)
+    copy_all(tensors.iter().filter(|(tensor, _)| tensor.device().is_cuda()).map(|(tensor, source)| (*tensor, source)))
 }
 
 /// Refuses a tensor whose memory was released.
@@ -57,6 +64,7 @@ impl InplaceOp1 for Release<'_> {
     }
 }
 
+/// Gives memory. On a CPU it has the elements of the source.
 struct Fill;
 
 impl InplaceOp2 for Fill {
@@ -70,7 +78,7 @@ impl InplaceOp2 for Fill {
     }
 
     fn cuda_fwd(&self, storage: &mut CudaStorage, _: &Layout, source: &CudaStorage, layout: &Layout) -> Result<()> {
-        *storage = snapshot(source, layout, source.dtype())?.0;
+        *storage = Output::new(source.device(), source.dtype(), layout.shape())?.into_parts().0;
         Ok(())
     }
 }
@@ -93,11 +101,12 @@ mod tests {
             assert!(matches!(error, Error::Base(candle_ddp_base::Error::InvalidArgument { .. })), "{error:?}");
             assert!(error.to_string().contains(which), "{error}");
         }
-        fill(&tensor, &values.narrow(0, 6, 6)?)?;
+        fill_all(&[(&tensor, values.narrow(0, 6, 6)?)])?;
         assert_eq!(tensor.to_vec2::<f32>()?, [[6., 7., 8.], [9., 10., 11.]]);
         assert_eq!(view.to_vec2::<f32>()?, [[6., 9.], [7., 10.], [8., 11.]]);
-        assert!(fill(&tensor, &values).is_err());
-        assert!(fill(&tensor, &values.narrow(0, 0, 6)?.to_dtype(DType::F64)?).is_err());
+        for source in [values.clone(), values.narrow(0, 0, 6)?.to_dtype(DType::F64)?] {
+            assert!(fill_all(&[(&tensor, source)]).is_err());
+        }
         Ok(())
     }
 }

@@ -6,6 +6,11 @@ unsafe extern "C" {
     fn dlsym(handle: *mut c_void, name: *const c_char) -> *mut c_void;
 }
 
+/// Whether a count of this name is one of operations: of work that a stream executes.
+pub fn is_operation(name: &str) -> bool {
+    !name.starts_with("wait for ") && !["allocation", "call for no bytes"].contains(&name)
+}
+
 /// What this thread has asked of the emulated GPU since the last call, by name. None on a real GPU.
 pub fn take_counts() -> Option<Vec<(String, usize)>> {
     type TakeCounts = unsafe extern "C" fn(*mut c_char, usize) -> usize;

@@ -31,7 +31,7 @@ pub mod torch_file;
 #[cfg(feature = "candle")]
 pub use between::{Between, failing};
 pub use errors::assert_error;
-pub use gpu_counts::take_counts;
+pub use gpu_counts::{is_operation, take_counts};
 pub use memory::peak_memory;
 #[cfg(feature = "candle")]
 pub use mlp::Mlp;

@@ -59,7 +59,7 @@ impl Flat {
 
     /// Starts to gather the current values.
     pub(super) fn gather(&self, group: &ProcessGroup) -> Result<Gathering> {
-        let own = Tensor::zeros(self.cut.part(), self.held_as, &self.device)?;
+        let own = copy::unfilled(self.cut.part(), self.held_as, &self.device)?;
         let pieces = self.pieces.iter().enumerate().filter(|(_, piece)| piece.elem_count() > 0);
         let places = pieces.clone().map(|(number, _)| self.cut.piece(&own, number, group.rank()));
         let places = places.collect::<Result<Vec<_>>>()?;
@@ -69,7 +69,7 @@ impl Flat {
         if group.world_size() == 1 {
             return Ok(Gathering { whole: own, work: None });
         }
-        let whole = Tensor::zeros(self.cut.length(), self.held_as, &self.device)?;
+        let whole = copy::unfilled(self.cut.length(), self.held_as, &self.device)?;
         let work = self.label.during(|| group.all_gather_async(&whole, &own))?;
         Ok(Gathering { whole, work: Some(work) })
     }
@@ -77,8 +77,9 @@ impl Flat {
     /// Gives the model's tensors what was gathered.
     pub(super) fn fill(&self, gathering: &Gathering) -> Result<()> {
         gathering.work.as_ref().map_or(Ok(()), Work::wait)?;
-        let fill = |(number, tensor)| Ok(hold::fill(tensor, &self.cut.whole(&gathering.whole, number)?)?);
-        self.tensors.iter().enumerate().try_for_each(fill)
+        let source = |(number, tensor)| Ok((tensor, self.cut.whole(&gathering.whole, number)?));
+        let tensors = self.tensors.iter().enumerate().map(source).collect::<Result<Vec<_>>>()?;
+        Ok(hold::fill_all(&tensors)?)
     }
 
     /// The bytes of the whole tensors.

@@ -102,7 +102,9 @@ impl Unit {
         let mut users = lock(&self.users);
         if *users == 0 {
             let gatherings = ready.map_or_else(|| self.gather(), Ok)?;
-            self.flats.iter().zip(&gatherings).try_for_each(|(flat, gathering)| flat.fill(gathering))?;
+            let mut pairs = self.flats.iter().zip(&gatherings);
+            // Tensors that were filled in part must not be used.
+            pairs.try_for_each(|(flat, gathering)| flat.fill(gathering)).inspect_err(|_| self.release())?;
         }
         *users += 1;
         Ok(())
@@ -111,9 +113,13 @@ impl Unit {
     fn leave(&self) {
         let mut users = lock(&self.users);
         *users -= 1;
-        if *users == 0
-            && let Err(error) = self.flats.iter().try_for_each(|flat| flat.release(&self.name))
-        {
+        if *users == 0 {
+            self.release();
+        }
+    }
+
+    fn release(&self) {
+        if let Err(error) = self.flats.iter().try_for_each(|flat| flat.release(&self.name)) {
             log::warn!("the memory of a block's parameters could not be freed: {error}");
         }
     }

@@ -13,12 +13,12 @@ pub(crate) const ALLOCATION: &str = "allocation";
 /// are operations: work that a stream executes.
 pub(crate) const WAIT: &str = "wait for all work";
 pub(crate) const EARLY_WAIT: &str = "wait for earlier work";
+/// That of all calls for no bytes. No stream has work from them, but the host makes them.
+const NOTHING: &str = "call for no bytes";
 
-/// Counts a call of the current thread. Calls for no bytes are not counted: the driver does nothing for them.
+/// Counts a call of the current thread.
 pub(crate) fn count(what: &str, bytes: usize) {
-    if bytes == 0 {
-        return;
-    }
+    let what = if bytes == 0 { NOTHING } else { what };
     // At the end of a thread, its counts may be gone already.
     let _gone = COUNTS.try_with(|counts| {
         let mut counts = counts.borrow_mut();

@@ -158,6 +158,9 @@ pub unsafe extern "C" fn cuMemAllocAsync(address: *mut u64, bytes: usize, stream
 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuMemFreeAsync(address: u64, stream: *mut c_void) -> Answer {
+    if address == 0 {
+        count("free", 0);
+    }
     let free = move || {
         if address != 0 {
             crate::pool::gave_back(address as usize);

@@ -1,7 +1,7 @@
 //! Inputs of models that are variables: a program that makes one wants its gradient, which carries no graph.
 use super::grad_mode::is_grad_enabled;
 use super::keyed::{Keys, keyed};
-use crate::copy::snapshot;
+use crate::copy::{snapshot, snapshot_cuda};
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CudaStorage, CustomOp1, Layout, Result, Shape, Tensor, TensorId};
 
@@ -37,7 +37,7 @@ impl CustomOp1 for Input {
     }
 
     fn cuda_fwd(&self, x: &CudaStorage, layout: &Layout) -> Result<(CudaStorage, Shape)> {
-        snapshot(x, layout, x.dtype())
+        snapshot_cuda(x, layout, x.dtype())
     }
 
     fn bwd(&self, _: &Tensor, _: &Tensor, gradient: &Tensor) -> Result<Option<Tensor>> {

@@ -1,5 +1,5 @@
 //! Values whose graph also has a key, a scalar by which a backward pass or its store is known.
-use crate::copy::snapshot;
+use crate::copy::{snapshot, snapshot_cuda};
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CudaStorage, CustomOp2, DType, Device, Layout, Result, Shape, Tensor, Var};
 use parking_lot::Mutex;
@@ -61,7 +61,7 @@ impl<F: Fn(&Tensor, &Tensor) -> Gradients> CustomOp2 for Keyed<F> {
     }
 
     fn cuda_fwd(&self, x: &CudaStorage, layout: &Layout, _: &CudaStorage, _: &Layout) -> Result<(CudaStorage, Shape)> {
-        snapshot(x, layout, x.dtype())
+        snapshot_cuda(x, layout, x.dtype())
     }
 
     fn bwd(&self, _: &Tensor, key: &Tensor, _: &Tensor, gradient: &Tensor) -> Gradients {

@@ -1,9 +1,9 @@
 //! Tokens represent arguments and results in candle's graph.
 use super::grad_mode::is_tracked;
 use super::pass::{GradientSum, or_end};
-use crate::kernels;
+use crate::kernels::{self, Output};
 use crate::memory_format::MemoryFormat;
-use candle_core::backend::{BackendDevice, BackendStorage};
+use candle_core::backend::BackendStorage;
 use candle_core::op::BackpropOp;
 use candle_core::{
     CpuStorage, CudaStorage, CustomOp1, CustomOp2, CustomOp3, DType, Layout, Result, Shape, Storage, Tensor, TensorId,
@@ -382,6 +382,9 @@ pub(super) fn cpu_token() -> (CpuStorage, Shape) {
 
 pub(super) fn cuda_token(neighbour: &CudaStorage) -> Result<(CudaStorage, Shape)> {
     let device = neighbour.device();
-    let shape = Shape::from(usize::from(!kernels::allocates_nothing(device)));
-    Ok((device.zeros_impl(&shape, DType::F32)?, shape))
+    let token = match kernels::allocates_nothing(device) {
+        true => Output::nothing(device),
+        false => Output::zeros(device, DType::F32, 1),
+    };
+    Ok(token?.into_parts())
 }

@@ -44,6 +44,21 @@ impl Output {
         Ok(Self { storage, shape })
     }
 
+    /// A copy of the elements of `storage` that `layout` selects.
+    pub fn copy_of(storage: &CudaStorage, layout: &Layout) -> Result<Self> {
+        let mut copy = Self::new(storage.device(), storage.dtype(), layout.shape())?;
+        storage.copy_strided_src(&mut copy.storage, 0, layout)?;
+        Ok(copy)
+    }
+
+    /// Memory for nothing, which not every GPU [can allocate](super::allocates_nothing).
+    pub fn nothing(device: &CudaDevice) -> Result<Self> {
+        let shape = Shape::from(0);
+        // SAFETY: there are no elements that could be read.
+        let storage = unsafe { device.alloc_uninit(&shape, DType::F32) }?;
+        Ok(Self { storage, shape })
+    }
+
     /// Memory filled with zeros.
     pub fn zeros(device: &CudaDevice, dtype: DType, shape: impl Into<Shape>) -> Result<Self> {
         let shape = shape.into();

@@ -10,27 +10,32 @@ use std::cell::RefCell;
 use std::collections::HashMap;
 use std::rc::Rc;
 
-/// The number of tables that a thread keeps for each stream.
-const MOST: usize = 64;
+/// The number of tables that a thread keeps for each stream: several for each bucket of a large model.
+const MOST: usize = 512;
 
-/// The tables of a stream, in the order of their last uses.
+/// The tables of a stream.
 #[derive(Default)]
-struct Tables(Vec<(Vec<u64>, Rc<CudaSlice<u64>>)>);
+struct Tables {
+    /// Each with the number of its last use.
+    known: HashMap<Vec<u64>, (Rc<CudaSlice<u64>>, u64)>,
+    uses: u64,
+}
 
 impl Tables {
     fn get(&mut self, device: &CudaDevice, words: &[u64]) -> Result<Rc<CudaSlice<u64>>> {
-        let known = self.0.iter().rposition(|(known, _)| known == words);
-        let table = match known {
-            Some(index) => self.0.remove(index),
-            // The driver has its own copy of the words when this returns.
-            None => (words.to_vec(), Rc::new(device.clone_htod(words)?)),
-        };
-        if self.0.len() >= MOST {
-            self.0.remove(0);
+        self.uses += 1;
+        if let Some((table, last)) = self.known.get_mut(words) {
+            *last = self.uses;
+            return Ok(table.clone());
         }
-        let slice = table.1.clone();
-        self.0.push(table);
-        Ok(slice)
+        if self.known.len() >= MOST {
+            let oldest = self.known.iter().min_by_key(|(_, (_, last))| *last).map(|(words, _)| words.clone());
+            oldest.map(|oldest| self.known.remove(&oldest));
+        }
+        // The driver has its own copy of the words when this returns.
+        let table = Rc::new(device.clone_htod(words)?);
+        self.known.insert(words.to_vec(), (table.clone(), self.uses));
+        Ok(table)
     }
 }
 
