@@ -12,7 +12,9 @@
 # the stacks of its threads (with gdb, where it is installed). CUDA_COMPUTE_CAP, 80 by default, is the oldest generation of GPUs
 # that the programs run on, PROFILE cargo's profile, `release` by default. JOBS is the number of tests that run at the same time, ONLY a
 # pattern of their names, SUITE_SECONDS the time for all steps together: when it has passed, a step that runs is ended and the others are
-# left out.
+# left out. For `models` and `profile`, MODELS is a pattern of "DTYPE MODEL", such as 'bf16 (resnet50|gpt2)', MODES the modes of the bench
+# `step`, such as local,ddp,parts, WAIT_EVERY how many steps wait for the GPU once, and PEERS whether PyTorch is measured too: 0, `eager`
+# (not compiled) or `all`, the default.
 #
 #     preflight  the machine, versions and paths of the libraries, and whether a kernel runs
 #     tests      each test by itself, among them one that leaves out each fence between streams and sees wrong results
@@ -28,6 +30,18 @@
 #     sanitizer  CUDA's compute-sanitizer over some layers, where it is installed
 #     quick      all tests, and something of each measurement, in at most six minutes
 #     all        everything, in this order
+#
+# A quarter of an hour on a GPU is two calls. The first says whether the kernels are right and how fast they are, the second where the time of
+# a step goes, how PyTorch does on the same machine, and what memcheck finds:
+#
+#     JOBS=14 SUITE_SECONDS=190 gpu_suite/gpu_suite.sh run R1 quick preflight tests
+#     SUITE_SECONDS=70 PEERS=0 gpu_suite/gpu_suite.sh run R2 quick bandwidth
+#
+#     SUITE_SECONDS=75 MODELS='bf16 (resnet50|gpt2)' PEERS=0 gpu_suite/gpu_suite.sh run R3 quick profile
+#     SUITE_SECONDS=45 MODELS='bf16 gpt2' MODES=local,ddp,parts PEERS=0 WAIT_EVERY=10 gpu_suite/gpu_suite.sh run R4 quick models
+#     SUITE_SECONDS=50 gpu_suite/gpu_suite.sh run R5 quick switches
+#     SUITE_SECONDS=150 MODELS=bf16 PEERS=eager gpu_suite/gpu_suite.sh run R6 quick models
+#     SUITE_SECONDS=60 gpu_suite/gpu_suite.sh run R7 quick sanitizer
 #
 # GPUS is the number of GPUs, for `multi`; by default what nvidia-smi lists.
 # With QUICK=1 all parts measure so little that the emulated GPU can do it (scripts/emulated_gpu.sh).
@@ -265,6 +279,7 @@ steps() {
 
 # Whether PyTorch can be measured as well. The summary says if not.
 pytorch() {
+  [ "${PEERS:-all}" != 0 ] || return 1
   timeout -k 5 60 python3 -c 'import torch; assert torch.cuda.is_available()' 2>"$results/pytorch.log" && return
   printf '\n## %s: PyTorch was not measured\n\n    %s\n' "$1" "$(tail -n 1 "$results/pytorch.log")" >>"$results/summary.md"
   return 1
@@ -284,6 +299,12 @@ bandwidth() {
 
 # PyTorch's modes for a model and a dtype: as it is, then as its users speed it up.
 peers() {
+  local left_out='^$'
+  [ "${PEERS:-all}" = all ] || left_out='-(compile|autotune)$'
+  all_peers "$@" | grep -v -E -e "$left_out" || true
+}
+
+all_peers() {
   local model=$1 dtype=$2 words=compile
   case $model in
     gpt2 | bert) echo "$model $dtype"; model=$model-padded ;;
@@ -298,12 +319,18 @@ peers() {
 # Steps of PyTorch: SECONDS, NAME, MODEL, DTYPE, STEPS, MODES, BATCH, OPTIONS.
 peer() {
   step "$2" "$1" env RANK=0 WORLD_SIZE=1 LOCAL_RANK=0 MASTER_ADDR=127.0.0.1 MASTER_PORT=$((29000 + RANDOM % 900)) CANDLE_DDP_DEVICE=cuda \
-    python3 "$here/step_pytorch.py" "$3" "$5" "$6" "$4" "$7" --no-phases "${@:8}" || true
+    python3 "$here/step_pytorch.py" "$3" "$5" "$6" "$4" "$7" --no-phases "--wait-every=$wait_every" "${@:8}" || true
 }
 
 # The dtype, the model and the batch size of each measurement of `models`. tf32 is f32 that is rounded to TF32 in products and convolutions, as
 # PyTorch does by default in convolutions.
 model_runs() {
+  all_model_runs | chosen_models
+}
+
+chosen_models() { grep -E -e "${MODELS:-.}" || true; }
+
+all_model_runs() {
   case $size in
     full) printf '%s\n' {f32,tf32,bf16}' resnet50 128' {f32,tf32,bf16}' gpt 32' {f32,tf32,bf16}' gpt2 8' {tf32,bf16}' vit 128' \
       {tf32,bf16}' bert 16' ;;
@@ -331,14 +358,15 @@ models() {
   local count=20 seconds=58 quick=() has_pytorch=0 modes=local,ddp arguments dtype model batch format
   case $size in
     quick) count=7 seconds=40 modes=ddp ;;
-    tiny) count=1 quick=(--modes ddp --image-size 32) ;;
+    tiny) count=1 quick=(--image-size 32) MODES=${MODES:-ddp} ;;
   esac
   if pytorch models; then has_pytorch=1; fi
   [ -z "${compiling:-}" ] || wait "$compiling" || true
   while read -r dtype model batch; do
     arguments=(--dtype "$dtype")
     [ "$dtype" != tf32 ] || arguments=(--dtype f32 --tf32)
-    arguments+=(--model "$model" --steps "$count" --batch-size "$batch" --no-phases "${quick[@]}")
+    arguments+=(--model "$model" --steps "$count" --batch-size "$batch" --no-phases --wait-every "$wait_every" "${quick[@]}")
+    [ -z "${MODES:-}" ] || arguments+=(--modes "$MODES")
     step "models-$model-$dtype" "$seconds" "$bin/ddprun" --nproc-per-node 1 "$bin/step" "${arguments[@]}" || true
     [ "$model" != resnet50 ] || step "models-$model-$dtype-channels_last" "$seconds" \
       "$bin/ddprun" --nproc-per-node 1 "$bin/step" "${arguments[@]}" --channels-last || true
@@ -353,15 +381,14 @@ models() {
 # Which kernels run in a step, for how long, and what the host calls.
 profile() {
   local runs=("bf16 resnet50 128" "bf16 gpt2 8" "bf16 vit 128" "f32 gpt2 8" "bf16 gpt 32")
-  local of dtype model batch count=6 name format has_pytorch=0 arguments
+  local dtype model batch count=6 name format has_pytorch=0 arguments
   case $size in
     quick) runs=("bf16 resnet50 128" "bf16 gpt2 8" "bf16 vit 128") ;;
     tiny) return ;;
   esac
   if pytorch profile; then has_pytorch=1; fi
   [ -z "${compiling:-}" ] || wait "$compiling" || true
-  for of in "${runs[@]}"; do
-    read -r dtype model batch <<<"$of"
+  while read -r dtype model batch; do
     for format in "$dtype" "$dtype-channels_last"; do
       name=profile-$model-$format arguments=(--dtype "$dtype" --model "$model" --batch-size "$batch")
       case $model-$format in
@@ -371,14 +398,15 @@ profile() {
       # shellcheck disable=SC2016  # the inner shell expands it
       GPU_TRACE=$results/$name.tsv CUDA_INJECTION64_PATH=$here/libgpu_trace.so HERE=$here step "$name" 60 \
         bash -c '"$@"; CUDA_INJECTION64_PATH="" python3 "$HERE/gpu_trace.py" "$GPU_TRACE"; gzip -f "$GPU_TRACE"' - \
-        "$bin/ddprun" --nproc-per-node 1 "$bin/step" --steps "$count" --modes ddp "${arguments[@]}" --no-phases || true
+        "$bin/ddprun" --nproc-per-node 1 "$bin/step" --steps "$count" --modes ddp "${arguments[@]}" --no-phases \
+        --wait-every "$wait_every" || true
     done
     [ "$has_pytorch" = 1 ] || continue
     while read -r model format; do
       [[ $format == *-compile ]] || continue
       peer 120 "profile-$model-$format-pytorch" "$model" "$format" "$count" ddp "$batch" --profile
     done < <(peers "$model" "$dtype")
-  done
+  done < <(printf '%s\n' "${runs[@]}" | chosen_models)
 }
 
 allreduce() {
@@ -428,6 +456,10 @@ multi() {
     arguments=(--model "$model" --steps "$count" --dtype "$dtype" --batch-size "$batch" --modes local,ddp)
     step "multi-$model-$dtype" 60 "${ranks[@]}" "$bin/step" "${arguments[@]}" || true
   done
+  # Blocks that are gathered while others compute.
+  arguments=(--model gpt2 --dtype bf16 --batch-size 8)
+  [ "$size" != tiny ] || arguments=(--model gpt --layers 1 --batch-size 1)
+  step multi-shard 60 "${ranks[@]}" "$bin/step" "${arguments[@]}" --steps "$count" --modes ddp,zero,shard || true
   # One setting changed: the default is above. NCCL's kernels on fewer multiprocessors leave more to the backward pass.
   arguments=(--model "${ab[0]}" --steps "$count" --batch-size "${ab[1]}" --modes local,ddp)
   [ "$size" = tiny ] || arguments+=(--dtype bf16)
@@ -456,7 +488,11 @@ switches() {
   }
   ab cublaslt CANDLE_DDP_CUBLASLT=0 "${gpt[@]}"
   ab attention CANDLE_DDP_CUDNN_ATTENTION=0 "${gpt[@]}"
+  ab attention-fast CANDLE_DDP_CUDNN_ATTENTION=fast "${gpt[@]}"
   ab memory CANDLE_DDP_KEEP_GPU_MEMORY=0 "${gpt[@]}"
+  [ "$size" != tiny ] || return 0
+  # By default, only large products take it.
+  ab resnet-cublaslt CANDLE_DDP_CUBLASLT=1 "${resnet[@]}" --channels-last
   [ "$size" = full ] || return 0
   ab cudnn CANDLE_DDP_CUDNN=0 "${resnet[@]}"
   ab workspace CANDLE_DDP_CUDNN_WORKSPACE=67108864 "${resnet[@]}"
@@ -547,6 +583,7 @@ run() {
   [ "${QUICK:-0}" = 0 ] || size=tiny
   if [ "$size" = quick ]; then SUITE_SECONDS=${SUITE_SECONDS:-360}; else SUITE_SECONDS=${SUITE_SECONDS:-86400}; fi
   JOBS=${JOBS:-$((($(nproc) + 1) / 2))}
+  wait_every=${WAIT_EVERY:-1}
   mkdir -p "$results"
   : >"$results/results.jsonl"
   # A file for the session of each step that runs.
@@ -559,6 +596,7 @@ run() {
     echo "- Date: $(date -u +%F)"
     echo "- Commit: $(cat "$here/commit"); features $(cat "$here/features")"
     echo "- GPU: $(smi --query-gpu=name,driver_version,memory.total --format=csv,noheader 2>/dev/null || echo none)"
+    echo "- Kernel: $(uname -r)" # of a sandbox, it tells how expensive calls of the driver are
     echo "- Processor: $(nproc) cores, $(sed -n 's/^model name\s*: //p' /proc/cpuinfo | head -n 1)"
     echo "- Command: gpu_suite/gpu_suite.sh run RESULTS $what"
   } >"$results/summary.md"

@@ -57,6 +57,9 @@ struct Options {
     /// Wait for the GPU once per step, as a program would, and not after forward and backward too.
     #[arg(long)]
     no_phases: bool,
+    /// Wait for the GPU once in so many steps, as a program that reads its loss so often; with more than 1, `--no-phases` holds.
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
+    wait_every: u32,
     /// Store the images in channels_last.
     #[arg(long)]
     channels_last: bool,
@@ -119,8 +122,8 @@ enum Mode {
 const WARMUP: u32 = 2;
 /// A learning rate at which nothing overflows or vanishes, however many steps are measured.
 const LEARNING_RATE: f64 = 1e-5;
-/// The milliseconds of forward, backward and optimizer.
-type Times = [f64; 3];
+/// The milliseconds of forward, backward and optimizer, and those until the host has nothing left but to wait.
+type Times = [f64; 4];
 
 fn main() -> ExitCode {
     common::main_with(
@@ -157,6 +160,7 @@ fn measure(pg: &ProcessGroup, options: &Options) -> Result<()> {
         let ddp = DdpOptions { replica_check, on_non_finite, sharding, precision, ..ddp.clone() };
         Trainer::new(*mode, (options.model, &build), options.dtype, pg, ddp)
     };
+    let phases = !options.no_phases && options.wait_every == 1;
     let mut trainers = options.modes.iter().map(new).collect::<Result<Vec<_>>>()?;
     let mut times = vec![Vec::new(); trainers.len()];
     for step in 0..WARMUP + options.steps {
@@ -164,7 +168,7 @@ fn measure(pg: &ProcessGroup, options: &Options) -> Result<()> {
             // Each mode comes first, and after each other mode, equally often.
             let index = (turn + step as usize) % trainers.len();
             pg.barrier()?;
-            let elapsed = slowest(pg, trainers[index].step(&batch, !options.no_phases)?)?;
+            let elapsed = slowest(pg, trainers[index].steps(&batch, phases, options.wait_every)?)?;
             if step >= WARMUP {
                 times[index].push(elapsed);
             }
@@ -186,10 +190,13 @@ fn measure(pg: &ProcessGroup, options: &Options) -> Result<()> {
             "world_size": pg.world_size(),
             "batch_size": batch_size,
             "gradient_bytes": trainer.gradient_bytes,
-            "step_ms": median(times.iter().map(|times| times.iter().sum())),
+            "wait_every": options.wait_every,
+            "step_ms": median(times.iter().map(step)),
             "forward_ms": part(0),
             "backward_ms": part(1),
             "optimizer_ms": part(2),
+            // Otherwise it contains waits.
+            "host_ms": (!phases).then(|| part(3)),
             "peak_rss_bytes": peak_rss_bytes(),
             "peak_gpu_bytes": kernels::peak_memory(pg.device())?,
         });
@@ -328,16 +335,20 @@ impl Trainer {
         Ok(Self { net, optimizer, gradient_bytes, in_parts: matches!(mode, Mode::Parts) })
     }
 
-    fn step(&mut self, batch: &Batch, phases: bool) -> Result<Times> {
+    /// The means of `count` steps, after the last of which it waits for the GPU.
+    fn steps(&mut self, batch: &Batch, phases: bool, count: u32) -> Result<Times> {
+        let mut times = [0.; 4];
+        now(batch, true)?;
+        for step in 1..=count {
+            let measured = self.step(batch, phases, step == count)?;
+            times.iter_mut().zip(measured).for_each(|(sum, time)| *sum += time / f64::from(count));
+        }
+        Ok(times)
+    }
+
+    fn step(&mut self, batch: &Batch, phases: bool, waits: bool) -> Result<Times> {
         let Batch { input, targets } = batch;
-        // On a GPU, calls only enqueue work.
-        let now = |wait: bool| {
-            if wait {
-                input.device().synchronize()?;
-            }
-            candle_core::Result::Ok(Instant::now())
-        };
-        let start = now(true)?;
+        let start = Instant::now();
         let loss = match &self.net {
             Net::Local(net) => net(input, targets)?,
             Net::Ddp(ddp) | Net::Virtual(ddp) => {
@@ -345,7 +356,7 @@ impl Trainer {
                 ddp.call(|net| net(&input, targets))?
             }
         };
-        let forward = now(phases)?;
+        let forward = now(batch, phases)?;
         let gradients = match &self.net {
             Net::Local(_) => Some(loss.backward()?),
             Net::Ddp(ddp) if self.in_parts => {
@@ -358,13 +369,30 @@ impl Trainer {
                 Some(backward_with(&loss, &[ddp], Backward { micro_batch, ..Default::default() })?)
             }
         };
-        let backward = now(phases)?;
+        let backward = now(batch, phases)?;
         if let Some(gradients) = gradients {
             self.optimizer.step(&gradients)?;
         }
+        let launched = Instant::now();
         let milliseconds = |from: Instant, to: Instant| (to - from).as_secs_f64() * 1e3;
-        Ok([milliseconds(start, forward), milliseconds(forward, backward), milliseconds(backward, now(true)?)])
+        let end = now(batch, waits)?;
+        let [forward, backward, optimizer] =
+            [(start, forward), (forward, backward), (backward, end)].map(|(from, to)| milliseconds(from, to));
+        Ok([forward, backward, optimizer, milliseconds(start, launched)])
     }
+}
+
+/// The time, after a GPU has nothing left to do if it `waits`: calls only enqueue work there.
+fn now(batch: &Batch, waits: bool) -> candle_core::Result<Instant> {
+    if waits {
+        batch.input.device().synchronize()?;
+    }
+    Ok(Instant::now())
+}
+
+/// The time of a step.
+fn step([forward, backward, optimizer, _]: &Times) -> f64 {
+    forward + backward + optimizer
 }
 
 /// Returns the times on the slowest rank.
@@ -372,7 +400,6 @@ fn slowest(pg: &ProcessGroup, times: Times) -> Result<Times> {
     let world_size = pg.world_size();
     let all = Tensor::zeros((world_size, times.len()), DType::F64, pg.device())?;
     pg.all_gather(&all, &Tensor::new(&times, pg.device())?)?;
-    let sum = |times: &Vec<f64>| times.iter().sum::<f64>();
-    let slowest = all.to_vec2::<f64>()?.into_iter().max_by(|a, b| sum(a).total_cmp(&sum(b)));
-    Ok(slowest.and_then(|times| times.try_into().ok()).unwrap_or(times))
+    let all = all.to_vec2::<f64>()?.into_iter().filter_map(|times| Times::try_from(times).ok());
+    Ok(all.max_by(|a, b| step(a).total_cmp(&step(b))).unwrap_or(times))
 }

@@ -5,7 +5,7 @@
 //     GPU_TRACE=trace.tsv CUDA_INJECTION64_PATH=./libgpu_trace.so PROGRAM
 //
 // Written by rank 0 alone, when it exits: a line for each kernel (K), copy (C) and memset (S) with start and end in ns, stream,
-// threads or bytes, and name; and for each call (A) with start and end, thread and name.
+// the number of the call that launched it, and name; and for each call (A) with start and end, thread, number and name.
 #include <cupti.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -24,25 +24,24 @@ static void write_record(CUpti_Activity *record) {
   switch (record->kind) {
   case CUPTI_ACTIVITY_KIND_CONCURRENT_KERNEL: {
     CUpti_ActivityKernel10 *kernel = (void *)record;
-    uint64_t threads = (uint64_t)kernel->gridX * kernel->gridY * kernel->gridZ * kernel->blockX * kernel->blockY * kernel->blockZ;
-    fprintf(file, "K\t%lu\t%lu\t%u\t%lu\t%s\n", kernel->start, kernel->end, kernel->streamId, threads, kernel->name);
+    fprintf(file, "K\t%lu\t%lu\t%u\t%u\t%s\n", kernel->start, kernel->end, kernel->streamId, kernel->correlationId, kernel->name);
     break;
   }
   case CUPTI_ACTIVITY_KIND_MEMCPY: {
     CUpti_ActivityMemcpy6 *copy = (void *)record;
-    fprintf(file, "C\t%lu\t%lu\t%u\t%lu\tcopy of kind %d\n", copy->start, copy->end, copy->streamId, copy->bytes, copy->copyKind);
+    fprintf(file, "C\t%lu\t%lu\t%u\t%u\tcopy of kind %d\n", copy->start, copy->end, copy->streamId, copy->correlationId, copy->copyKind);
     break;
   }
   case CUPTI_ACTIVITY_KIND_MEMSET: {
     CUpti_ActivityMemset4 *set = (void *)record;
-    fprintf(file, "S\t%lu\t%lu\t%u\t%lu\tmemset\n", set->start, set->end, set->streamId, set->bytes);
+    fprintf(file, "S\t%lu\t%lu\t%u\t%u\tmemset\n", set->start, set->end, set->streamId, set->correlationId);
     break;
   }
   case CUPTI_ACTIVITY_KIND_DRIVER: {
     CUpti_ActivityAPI *call = (void *)record;
     const char *name = "?";
     cuptiGetCallbackName(CUPTI_CB_DOMAIN_DRIVER_API, call->cbid, &name);
-    fprintf(file, "A\t%lu\t%lu\t%u\t0\t%s\n", call->start, call->end, call->threadId, name);
+    fprintf(file, "A\t%lu\t%lu\t%u\t%u\t%s\n", call->start, call->end, call->threadId, call->correlationId, name);
     break;
   }
   default:

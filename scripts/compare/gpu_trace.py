@@ -1,4 +1,5 @@
-"""Prints the kernels of a training step from a trace of gpu_trace.c, with their share of its time, and the calls of the host.
+"""Prints the kernels of a training step from a trace of gpu_trace.c, with their share of its time, and the host's time: in calls of the
+driver, and before each of them, since its thread's previous call.
 
     python3 scripts/compare/gpu_trace.py TRACE
 
@@ -49,12 +50,12 @@ def main():
             fields = line.rstrip("\n").split("\t", 5)
             if len(fields) < 6 or not fields[2].isdigit():
                 continue
-            kind, start, end, where, size, name = fields
-            (calls if kind == "A" else work).append((int(start), int(end), kind, where, int(size), name))
+            kind, start, end, where, number, name = fields
+            (calls if kind == "A" else work).append((int(start), int(end), where, int(number), name))
     work.sort()
     calls.sort()
     # The ends of steps: optimizer kernels after which other kernels follow for a while.
-    optimizer = [index for index, of in enumerate(work) if "adam" in of[5].lower()]
+    optimizer = [index for index, of in enumerate(work) if "adam" in of[4].lower()]
     ends = [index for index, after in zip(optimizer, optimizer[1:] + [len(work) + 99]) if after - index > 50]
     if len(ends) < 2:
         sys.exit(f"{len(work)} kernels and copies, {len(calls)} calls, and no two steps")
@@ -62,16 +63,27 @@ def main():
     steps = len(ends) - 1
     first, last = work[ends[0]][1], work[ends[-1]][1]
     chosen = work[ends[0] + 1 : ends[-1] + 1]
-    names = demangled(sorted({of[5] for of in chosen}))
-    print_kernels([(start, end, names[name]) for start, end, _, _, _, name in chosen], steps, last - first)
-    host = collections.defaultdict(lambda: [0, 0])
-    for start, end, _, _, _, name in calls:
+    names = demangled(sorted({of[4] for of in chosen}))
+    print_kernels([(start, end, names[name]) for start, end, _, _, name in chosen], steps, last - first)
+    launched = {number: short(names[name]) for _, _, _, number, name in chosen}
+    print_host(calls, launched, steps, first, last)
+
+
+def print_host(calls, launched, steps, first, last):
+    """Prints the means of the host's times between `first` and `last`. A call that launched something has that name."""
+    host, until = collections.defaultdict(lambda: [0, 0, 0]), {}
+    for start, end, thread, number, name in calls:
         if first <= start < last:
-            host[name][0] += 1
-            host[name][1] += end - start
-    print("\n| call | count | ms |\n|---|---|---|")
-    for name, (count, time) in sorted(host.items(), key=lambda of: -of[1][1])[:16]:
-        print(f"| {name} | {count / steps:.1f} | {time / steps / 1e6:.3f} |")
+            of = host[launched.get(number, name)]
+            of[0] += 1
+            of[1] += end - start
+            of[2] += start - until.get(thread, start)
+        until[thread] = end
+    inside, before = (sum(of[part] for of in host.values()) / steps / 1e6 for part in (1, 2))
+    print(f"\nThe host is in calls for {inside:.2f} ms and before them for {before:.2f} ms\n")
+    print("| call, or what it launched | count | ms in it | ms before it |\n|---|---|---|---|")
+    for name, (count, time, gap) in sorted(host.items(), key=lambda of: -sum(of[1][1:]))[:40]:
+        print(f"| {name} | {count / steps:.1f} | {time / steps / 1e6:.3f} | {gap / steps / 1e6:.3f} |")
 
 
 if __name__ == "__main__":

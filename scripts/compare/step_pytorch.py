@@ -1,7 +1,7 @@
 """Training steps of PyTorch, alternating between a plain model and DistributedDataParallel over Gloo: the counterpart of
 the bench `step`, with the same models, the same measurement and the same JSON output.
 
-    torchrun --nproc-per-node 2 scripts/compare/step_pytorch.py MODEL STEPS [MODES [DTYPE [BATCH_SIZE]]] [--no-phases] [--profile]
+    torchrun --nproc-per-node 2 scripts/compare/step_pytorch.py MODEL STEPS [MODES [DTYPE [BATCH_SIZE]]] [--no-phases] [--wait-every=N] [--profile]
 
 With CANDLE_DDP_DEVICE=cuda, each rank trains on its GPU, over NCCL. DTYPE is f32, tf32, bf16, or autocast: bf16 with parameters
 in f32. Words may follow it, with "-" between them: "channels_last", the layout of images and convolutions; "compile", the model
@@ -9,7 +9,7 @@ goes through torch.compile; "autotune", the same in its mode max-autotune-no-cud
 MODES, with "," between them: "local"; "ddp"; "zero", DistributedDataParallel with a ZeroRedundancyOptimizer; "fsdp", whose blocks are
 sharded by fully_shard, and computed again in the backward pass; "fsdp-kept", whose parameters stay from forward to backward pass.
 
-With --no-phases, a step waits for the GPU once. The loss is a part of the compiled model. With --profile, the kernels of the measured
+With --no-phases, a step waits for the GPU once; with --wait-every=N, N steps do. The loss is a part of the compiled model. With --profile, the kernels of the measured
 steps are printed too; their times are then a little longer.
 """
 
@@ -83,9 +83,9 @@ def loss_of(output, targets):
     return F.cross_entropy(output.flatten(0, 1).float(), targets)
 
 
-def step(model, optimizer, x, targets, autocast, phases):
-    """Returns the milliseconds of forward, backward and optimizer."""
-    start = now()
+def step(model, optimizer, x, targets, autocast, phases, waits):
+    """Returns the milliseconds of forward, backward and optimizer, and those until the host has nothing left but to wait."""
+    start = now(False)
     with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
         loss = model(x, targets)
     forward = now(phases)
@@ -93,8 +93,16 @@ def step(model, optimizer, x, targets, autocast, phases):
     loss.backward()
     backward = now(phases)
     optimizer.step()
-    end = now()
-    return [1e3 * (forward - start), 1e3 * (backward - forward), 1e3 * (end - backward)]
+    launched = now(False)
+    end = now(waits)
+    return [1e3 * (forward - start), 1e3 * (backward - forward), 1e3 * (end - backward), 1e3 * (launched - start)]
+
+
+def steps_of(count, phases, *arguments):
+    """Returns the means of `count` steps, after the last of which it waits for the GPU."""
+    now()
+    measured = [step(*arguments, phases, number == count - 1) for number in range(count)]
+    return [sum(part) / count for part in zip(*measured)]
 
 
 def wrapped(model, mode):
@@ -118,7 +126,7 @@ def slowest(times):
     times = torch.tensor(times, dtype=torch.float64, device=DEVICE)
     all_times = [torch.empty_like(times) for _ in range(dist.get_world_size())]
     dist.all_gather(all_times, times)
-    return max((times.tolist() for times in all_times), key=sum)
+    return max((times.tolist() for times in all_times), key=lambda times: sum(times[:3]))
 
 
 def print_kernels(profiler, steps):
@@ -134,7 +142,8 @@ def main():
     if DEVICE == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if DEVICE == "cuda" else "gloo")
-    phases, is_profiled = "--no-phases" not in sys.argv, "--profile" in sys.argv
+    wait_every = next((int(word.split("=")[1]) for word in sys.argv if word.startswith("--wait-every=")), 1)
+    phases, is_profiled = "--no-phases" not in sys.argv and wait_every == 1, "--profile" in sys.argv
     arguments = [argument for argument in sys.argv if not argument.startswith("--")]
     name, steps = arguments[1], int(arguments[2])
     build, batch_size, data = step_models.MODELS[name]
@@ -165,16 +174,16 @@ def main():
         for turn in range(len(modes)):
             index = (turn + number) % len(modes)
             dist.barrier()
-            elapsed = slowest(step(*trainers[index], x, targets, autocast, phases))
+            elapsed = slowest(steps_of(wait_every, phases, *trainers[index], x, targets, autocast))
             if number >= WARMUP:
                 times[index].append(elapsed)
     if profiler:
         now()
         profiler.stop()
-        print_kernels(profiler, steps * len(modes))
+        print_kernels(profiler, steps * wait_every * len(modes))
     if dist.get_rank() == 0:
         for mode, (model, _), measured in zip(modes, trainers, times):
-            forward, backward, optimizer = (statistics.median(part) for part in zip(*measured))
+            forward, backward, optimizer, host = (statistics.median(part) for part in zip(*measured))
             row = {
                 "model": name,
                 "mode": mode,
@@ -187,10 +196,12 @@ def main():
                 "world_size": dist.get_world_size(),
                 "batch_size": batch_size,
                 "gradient_bytes": sum(p.numel() * p.element_size() for p in model.parameters()),
-                "step_ms": statistics.median(map(sum, measured)),
+                "wait_every": wait_every,
+                "step_ms": statistics.median(sum(times[:3]) for times in measured),
                 "forward_ms": forward,
                 "backward_ms": backward,
                 "optimizer_ms": optimizer,
+                "host_ms": None if phases else host,
                 "peak_rss_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
             }
             print(json.dumps(row), flush=True)
