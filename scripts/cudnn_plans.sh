@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Asks cuDNN itself, without a GPU, for plans of the graphs of attention (kernels/cudnn/attention.rs), for an A100 and an H100 that
+# Asks cuDNN itself, without a GPU, for plans of the graphs of attention (kernels/cudnn/attention.rs), for GPUs that
 # are only described:
 #
 #     CUDNN=1 scripts/cuda_toolkit.sh FOLDER && source FOLDER/env.sh && scripts/cudnn_plans.sh [FOLDER OF libcudnn.so.9]

@@ -2,7 +2,7 @@
 //! of queries are sums over blocks of keys. cuDNN either adds them up with atomic operations, in any order, or keeps their terms:
 //! a graph that names memory for the sums gets the former, any other the latter, whose results are the same in every run.
 use super::backend::{Descriptor, Failure, Value};
-use super::graph::{Found, Gpu, Graph, Id, Plan, Tensor, contiguous, swapped};
+use super::graph::{Engine, Found, Gpu, Graph, Id, Plan, Tensor, contiguous, swapped};
 use crate::Result;
 use crate::kernels::launches::{Address, AttendShape, AttendTensors};
 use candle_core::DType;
@@ -34,6 +34,9 @@ const OLDEST: usize = 91_002;
 /// Up to this version, gradients are right only for whole blocks of keys: 9.15.0.
 const WHOLE_BLOCKS: usize = 91_500;
 const BLOCK: usize = 128;
+/// The oldest version with gradients that are the same in every run on GPUs of the major compute capability [`NAMED`]: 9.18.0.
+const EXACT: usize = 91_800;
+const NAMED: i32 = 10;
 
 /// A pass of attention.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -61,34 +64,57 @@ impl Pass {
 }
 
 /// Warns once if a newer version would serve the backward pass that this version does not.
-pub(super) fn warn_of_old(version: usize, capability: i32, is_backward: bool, shape: &AttendShape) {
+pub(super) fn warn_of_old(version: usize, capability: i32, pass: Pass, shape: &AttendShape) {
     static SAID: Once = Once::new();
-    let is_served = |version| is_served(version, capability, is_backward, shape);
-    if is_backward && version >= OLDEST && !is_served(version) && is_served(WHOLE_BLOCKS + 1) {
-        SAID.call_once(|| {
-            log::warn!(
-                "attention's backward pass over {} keys runs without cuDNN, several times as long: cuDNN {}.{}.{} is right for \
-                 multiples of {BLOCK} keys only. Install 9.15.1 or later, or pad the keys",
-                shape.keys,
-                version / 10_000,
-                version / 100 % 100,
-                version % 100
-            );
-        });
+    let is_served = |version| is_served(version, capability, pass, shape);
+    if version < OLDEST || is_served(version) || !is_served(EXACT) {
+        return;
     }
+    let reason = match is_served(WHOLE_BLOCKS + 1) {
+        true => format!("is right for multiples of {BLOCK} keys only. Install 9.15.1 or later, or pad the keys"),
+        false => {
+            "adds this GPU's gradients in any order. Install 9.18 or later, or set CANDLE_DDP_CUDNN_ATTENTION=fast"
+                .into()
+        }
+    };
+    SAID.call_once(|| {
+        log::warn!(
+            "attention's backward pass over {} keys runs without cuDNN, several times as long: cuDNN {}.{}.{} {reason}",
+            shape.keys,
+            version / 10_000,
+            version / 100 % 100,
+            version % 100
+        );
+    });
 }
 
-/// Whether this version of cuDNN computes attention on this GPU, of a major compute capability. Newer GPUs have another kind of
-/// kernel, whose gradients are the same in every run only with settings that cuDNN calls knobs.
-pub(super) fn is_served(version: usize, capability: i32, is_backward: bool, shape: &AttendShape) -> bool {
+/// The engine that a pass must name: that of the only kernels for [`NAMED`] whose gradients are the same in every run. Engines and knobs
+/// are those of cudnn-frontend (`override_heuristics_query` in scaled_dot_product_flash_attention.h).
+fn engine(version: usize, [major, minor]: [i32; 2], pass: Pass) -> Option<Engine> {
+    const STAGES: u32 = 14;
+    const KERNEL_CFG: u32 = 24;
+    const TILE_CGA_M: u32 = 27;
+    const STREAM_K: u32 = 38;
+    const TILE_M: u32 = 40;
+    const TILE_N: u32 = 41;
+    let knobs: &[_] = match version {
+        92_300.. => &[(TILE_M, 3), (TILE_N, 2), (KERNEL_CFG, 2), (STREAM_K, 0), (TILE_CGA_M, 0), (STAGES, 2)],
+        _ => &[(KERNEL_CFG, 31), (STAGES, 2)],
+    };
+    let index = if minor > 3 { 17 } else { 5 };
+    (major == NAMED && pass == Pass::Backward).then_some(Engine { index, knobs })
+}
+
+/// Whether this version of cuDNN computes attention on this GPU, of a major compute capability.
+pub(super) fn is_served(version: usize, capability: i32, pass: Pass, shape: &AttendShape) -> bool {
     let AttendShape { batch, heads, queries, keys, size, value_size, side_by_side, .. } = *shape;
     // As in convolutions, elements have numbers of 31 bits.
     let elements = [batch, 3 * side_by_side.unwrap_or(heads), queries.max(keys), size.max(value_size)];
     let is_small = i32::try_from(elements.iter().product::<usize>()).is_ok();
-    let backward = matches!(capability, 8 | 9)
-        && (version > WHOLE_BLOCKS || keys.is_multiple_of(BLOCK))
-        && (queries, keys) != (1, 1);
-    version >= OLDEST && is_small && (!is_backward || backward)
+    let is_known =
+        matches!(capability, 8 | 9 | 12) || (capability == NAMED && (pass == Pass::Fast || version >= EXACT));
+    let backward = is_known && (version > WHOLE_BLOCKS || keys.is_multiple_of(BLOCK)) && (queries, keys) != (1, 1);
+    version >= OLDEST && is_small && (!pass.is_backward() || backward)
 }
 
 /// The tensors that both passes have.
@@ -260,10 +286,15 @@ fn of_keys(graph: &mut Graph, dtype: Type, [a, b]: [&Tensor; 2], to: &Tensor) ->
     graph.reduce_to(Reduction::CUDNN_REDUCE_TENSOR_ADD, &apart, to)
 }
 
-/// The plan of a pass.
-pub(super) fn plan(gpu: Gpu, limit: usize, (dtype, pass, shape): (DType, Pass, &AttendShape)) -> Result<Found> {
+/// The plan of a pass, by this version of cuDNN on a GPU of this compute capability.
+pub(super) fn plan(
+    (gpu, version, capability): (Gpu, usize, [i32; 2]),
+    limit: usize,
+    (dtype, pass, shape): (DType, Pass, &AttendShape),
+) -> Result<Found> {
     let Some(dtype) = data_type(dtype) else { return Ok(Err(None)) };
-    let found = graph(dtype, pass, shape).and_then(|graph| graph.plan(gpu, limit));
+    let engine = engine(version, capability, pass);
+    let found = graph(dtype, pass, shape).and_then(|graph| graph.plan(gpu, limit, engine));
     Ok(Failure::or_nothing(found)?.unwrap_or(Err(None)))
 }
 
@@ -368,15 +399,17 @@ mod tests {
     #[test]
     fn versions_and_gpus_with_errors_are_not_served() {
         let served = |version, capability, shape: AttendShape| {
-            [false, true].map(|is_backward| is_served(version, capability, is_backward, &shape))
+            [Pass::Forward, Pass::Backward, Pass::Fast].map(|pass| is_served(version, capability, pass, &shape))
         };
-        assert_eq!(served(92_800, 8, SHAPE), [true; 2]);
-        assert_eq!(served(91_001, 8, SHAPE), [false; 2]);
-        assert_eq!([10, 7].map(|capability| served(92_800, capability, SHAPE)), [[true, false]; 2]);
+        assert_eq!(served(92_800, 8, SHAPE), [true; 3]);
+        assert_eq!(served(91_001, 8, SHAPE), [false; 3]);
+        assert_eq!([11, 7].map(|capability| served(92_800, capability, SHAPE)), [[true, false, false]; 2]);
+        assert_eq!([91_700, 91_800].map(|version| served(version, 10, SHAPE)), [[true, false, true], [true; 3]]);
+        assert_eq!(served(91_700, 12, SHAPE), [true; 3]);
         let odd = AttendShape { keys: 1000, ..SHAPE };
-        assert_eq!([91_500, 91_501].map(|version| served(version, 9, odd)), [[true, false], [true, true]]);
-        assert_eq!(served(92_800, 9, AttendShape { queries: 1, keys: 1, ..SHAPE }), [true, false]);
-        assert_eq!(served(92_800, 9, AttendShape { batch: 1000, ..SHAPE }), [false; 2]);
+        assert_eq!([91_500, 91_501].map(|version| served(version, 9, odd)), [[true, false, false], [true; 3]]);
+        assert_eq!(served(92_800, 9, AttendShape { queries: 1, keys: 1, ..SHAPE }), [true, false, false]);
+        assert_eq!(served(92_800, 9, AttendShape { batch: 1000, ..SHAPE }), [false; 3]);
     }
 
     #[test]
@@ -410,8 +443,15 @@ mod tests {
     #[test]
     #[ignore = "needs the library of cuDNN: scripts/cudnn_plans.sh runs it"]
     fn cudnn_has_plans_for_the_graphs() {
-        println!("cuDNN {}", cudarc::cudnn::result::get_version());
-        let gpus = [described("A100", 800, 108, 166_912), described("H100", 900, 132, 232_448)];
+        let version = cudarc::cudnn::result::get_version();
+        println!("cuDNN {version}");
+        let gpus = [
+            (described("A100", 800, 108, 166_912), [8, 0]),
+            (described("H100", 900, 132, 232_448), [9, 0]),
+            (described("B200", 1000, 148, 232_448), [10, 0]),
+            (described("B300", 1030, 148, 232_448), [10, 3]),
+            (described("RTX 5090", 1200, 170, 101_376), [12, 0]),
+        ];
         let apart = AttendShape { side_by_side: None, ..SHAPE };
         let cases = [
             ("packed", SHAPE, [true; 3]),
@@ -429,16 +469,21 @@ mod tests {
             ("one query", AttendShape { queries: 1, is_causal: false, ..apart }, [true; 3]),
             ("rows of 5", AttendShape { size: 5, value_size: 5, ..apart }, [false; 3]),
         ];
-        for (gpu, dtype) in gpus.iter().flat_map(|gpu| [(gpu, DType::F16), (gpu, DType::BF16)]) {
+        for ((gpu, capability), dtype) in gpus.iter().flat_map(|gpu| [(gpu, DType::F16), (gpu, DType::BF16)]) {
             for (name, shape, expected) in cases {
                 let plans = [Pass::Forward, Pass::Backward, Pass::Fast]
-                    .map(|pass| plan(Gpu::Described([gpu]), usize::MAX, (dtype, pass, &shape)).unwrap());
+                    .map(|pass| plan((Gpu::Described([gpu]), version, *capability), usize::MAX, (dtype, pass, &shape)))
+                    .map(Result::unwrap);
                 let workspaces = plans.each_ref().map(|plan| plan.as_ref().ok().map(|plan| plan.workspace));
-                println!("{dtype:?}, {name}: workspaces {workspaces:?}");
-                assert_eq!(workspaces.map(|workspace| workspace.is_some()), expected, "{dtype:?}, {name}");
-                // Only the deterministic pass keeps a term for each query and key.
-                if let [_, Some(exact), Some(fast)] = workspaces {
-                    assert!(fast <= exact, "{dtype:?}, {name}");
+                println!("{capability:?}, {dtype:?}, {name}: workspaces {workspaces:?}");
+                assert_eq!(
+                    workspaces.map(|workspace| workspace.is_some()),
+                    expected,
+                    "{capability:?}, {dtype:?}, {name}"
+                );
+                // Only the deterministic pass keeps a term for each query and key, and none does with a named engine.
+                if let (false, [_, Some(exact), Some(fast)]) = (capability[0] == NAMED, workspaces) {
+                    assert!(fast <= exact, "{capability:?}, {dtype:?}, {name}");
                 }
             }
         }

@@ -47,6 +47,7 @@ pub(super) enum Value<'a> {
     Pointwise(cudnnPointwiseMode_t),
     Reduction(sys::cudnnReduceTensorOp_t),
     Heuristics(sys::cudnnBackendHeurMode_t),
+    Knob(u32),
     Descriptors(&'a [&'a Descriptor]),
     #[cfg(test)]
     Text(&'a [u8]),
@@ -93,6 +94,7 @@ impl Descriptor {
             Value::Pointwise(mode) => (Type::CUDNN_TYPE_POINTWISE_MODE, 1, std::ptr::from_ref(mode).cast()),
             Value::Reduction(kind) => (Type::CUDNN_TYPE_REDUCTION_OPERATOR_TYPE, 1, std::ptr::from_ref(kind).cast()),
             Value::Heuristics(mode) => (Type::CUDNN_TYPE_HEUR_MODE, 1, std::ptr::from_ref(mode).cast()),
+            Value::Knob(knob) => (Type::CUDNN_TYPE_KNOB_TYPE, 1, std::ptr::from_ref(knob).cast()),
             Value::Descriptors(of) => {
                 descriptors = of.iter().map(|descriptor| descriptor.0).collect();
                 (Type::CUDNN_TYPE_BACKEND_DESCRIPTOR, descriptors.len(), descriptors.as_ptr().cast())

@@ -55,6 +55,20 @@ impl Gpu<'_> {
     }
 }
 
+/// One of cuDNN's engines by its number, with its settings: numbers of `cudnnBackendKnobType_t`, and their values.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Engine {
+    pub(super) index: i64,
+    pub(super) knobs: &'static [(u32, i64)],
+}
+
+/// Where candidates for a plan come from.
+#[derive(Clone, Copy)]
+enum Source {
+    Heuristics(Mode),
+    Engine(Engine),
+}
+
 /// A graph in the making. cuDNN keeps the addresses of descriptors, so all of them live as long as the graph.
 #[derive(Debug, Default)]
 pub(super) struct Graph {
@@ -227,23 +241,57 @@ impl Graph {
         Ok(y)
     }
 
-    /// Returns the first plan whose workspace has at most `limit` bytes.
-    pub(super) fn plan(self, gpu: Gpu, limit: usize) -> Outcome<Found> {
+    /// The ways of cuDNN's heuristics or of an engine to compute `graph`, best first.
+    fn candidates(&mut self, graph: &Descriptor, gpu: Gpu, source: Source) -> Outcome<Vec<Descriptor>> {
+        let graphs = [graph];
+        match source {
+            Source::Heuristics(mode) => {
+                let mut attributes = vec![
+                    (Name::CUDNN_ATTR_ENGINEHEUR_OPERATION_GRAPH, Value::Descriptors(&graphs)),
+                    (Name::CUDNN_ATTR_ENGINEHEUR_MODE, Value::Heuristics(mode)),
+                ];
+                attributes.extend(gpu.attribute(None, Some(Name::CUDNN_ATTR_ENGINEHEUR_DEVICEPROP)));
+                Descriptor::new(Kind::CUDNN_BACKEND_ENGINEHEUR_DESCRIPTOR, &attributes)?.candidates()
+            }
+            Source::Engine(Engine { index, knobs }) => {
+                let index = [index];
+                let mut attributes = vec![
+                    (Name::CUDNN_ATTR_ENGINE_OPERATION_GRAPH, Value::Descriptors(&graphs)),
+                    (Name::CUDNN_ATTR_ENGINE_GLOBAL_INDEX, Value::Integers(&index)),
+                ];
+                attributes.extend(gpu.attribute(None, Some(Name::CUDNN_ATTR_ENGINE_DEVICEPROP)));
+                let engine = Descriptor::new(Kind::CUDNN_BACKEND_ENGINE_DESCRIPTOR, &attributes)?;
+                let choice = |(knob, value): &(u32, i64)| {
+                    let attributes = [
+                        (Name::CUDNN_ATTR_KNOB_CHOICE_KNOB_TYPE, Value::Knob(*knob)),
+                        (Name::CUDNN_ATTR_KNOB_CHOICE_KNOB_VALUE, Value::Integers(&[*value])),
+                    ];
+                    Descriptor::new(Kind::CUDNN_BACKEND_KNOB_CHOICE_DESCRIPTOR, &attributes)
+                };
+                let choices = knobs.iter().map(choice).collect::<Outcome<Vec<_>>>()?;
+                let (engines, chosen) = ([&engine], choices.iter().collect::<Vec<_>>());
+                let attributes = [
+                    (Name::CUDNN_ATTR_ENGINECFG_ENGINE, Value::Descriptors(&engines)),
+                    (Name::CUDNN_ATTR_ENGINECFG_KNOB_CHOICES, Value::Descriptors(&chosen)),
+                ];
+                let candidate = Descriptor::new(Kind::CUDNN_BACKEND_ENGINECFG_DESCRIPTOR, &attributes)?;
+                self.kinds.extend(choices.into_iter().chain([engine]));
+                Ok(vec![candidate])
+            }
+        }
+    }
+
+    /// Returns the first plan whose workspace has at most `limit` bytes, of an engine if one is named.
+    pub(super) fn plan(mut self, gpu: Gpu, limit: usize, engine: Option<Engine>) -> Outcome<Found> {
         let mut least: Option<usize> = None;
         let operations: Vec<_> = self.operations.iter().collect();
         let mut attributes = vec![(Name::CUDNN_ATTR_OPERATIONGRAPH_OPS, Value::Descriptors(&operations))];
         attributes.extend(gpu.attribute(Some(Name::CUDNN_ATTR_OPERATIONGRAPH_HANDLE), None));
         let graph = Descriptor::new(Kind::CUDNN_BACKEND_OPERATIONGRAPH_DESCRIPTOR, &attributes)?;
-        for mode in [Mode::CUDNN_HEUR_MODE_A, Mode::CUDNN_HEUR_MODE_FALLBACK] {
-            let graphs = [&graph];
-            let mut attributes = vec![
-                (Name::CUDNN_ATTR_ENGINEHEUR_OPERATION_GRAPH, Value::Descriptors(&graphs)),
-                (Name::CUDNN_ATTR_ENGINEHEUR_MODE, Value::Heuristics(mode)),
-            ];
-            attributes.extend(gpu.attribute(None, Some(Name::CUDNN_ATTR_ENGINEHEUR_DEVICEPROP)));
-            let heuristics = Descriptor::new(Kind::CUDNN_BACKEND_ENGINEHEUR_DESCRIPTOR, &attributes);
-            let Some(heuristics) = Failure::or_nothing(heuristics).map_err(Failure::Other)? else { continue };
-            for candidate in heuristics.candidates()? {
+        let heuristics = [Mode::CUDNN_HEUR_MODE_A, Mode::CUDNN_HEUR_MODE_FALLBACK].map(Source::Heuristics);
+        for source in engine.map_or(heuristics.to_vec(), |engine| vec![Source::Engine(engine)]) {
+            let candidates = Failure::or_nothing(self.candidates(&graph, gpu, source)).map_err(Failure::Other)?;
+            for candidate in candidates.unwrap_or_default() {
                 let candidates = [&candidate];
                 let mut attributes =
                     vec![(Name::CUDNN_ATTR_EXECUTION_PLAN_ENGINE_CONFIG, Value::Descriptors(&candidates))];

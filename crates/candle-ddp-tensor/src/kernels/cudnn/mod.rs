@@ -22,7 +22,7 @@ use cudarc::driver::sys::CUdevice_attribute;
 use descriptor::{Descriptors, failure};
 use std::collections::HashMap;
 use std::rc::Rc;
-use std::sync::Arc;
+use std::sync::{Arc, Once};
 
 /// The number of shapes for which a thread keeps algorithms, and the number for which it keeps plans.
 const PLANS: usize = 4096;
@@ -89,11 +89,35 @@ impl Handle {
         Ok(handle)
     }
 
+    /// The GPU's compute capability.
+    fn capability(&self) -> Result<[i32; 2]> {
+        let part = |part| {
+            self.stream.context().attribute(part).map_err(|error| Error::Kernel {
+                file: "cuDNN",
+                operation: "asking for the compute capability".into(),
+                reason: error.to_string(),
+            })
+        };
+        Ok([
+            part(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
+            part(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
+        ])
+    }
+
     fn plan(&mut self, key: Key) -> Result<Option<Rc<Plan>>> {
         if let Some(plan) = self.plans.get(&key) {
             return Ok(plan.clone());
         }
         let (convolve, dtype, math, shape) = key;
+        if is_slower_than_pytorch(math, self.capability()?) {
+            static SAID: Once = Once::new();
+            SAID.call_once(|| {
+                log::warn!(
+                    "convolutions compute in f32, which takes several times as long as in TF32, PyTorch's default: \
+                     candle_core::cuda::set_gemm_reduced_precision_f32(true) allows TF32 in convolutions and products"
+                );
+            });
+        }
         let plan = match Descriptors::new(dtype, math, &shape)? {
             Some(descriptors) => choose(self.raw, convolve, &descriptors, self.limit, math)?
                 .map(|(algorithm, workspace)| Rc::new(Plan { descriptors, algorithm, workspace })),
@@ -112,20 +136,16 @@ impl Handle {
         if let Some(plan) = self.attention.get(&key) {
             return Ok(plan.clone());
         }
-        let capability = CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR;
-        let capability = self.stream.context().attribute(capability).map_err(|error| Error::Kernel {
-            file: "cuDNN",
-            operation: "asking for the compute capability".into(),
-            reason: error.to_string(),
-        })?;
+        let capability = self.capability()?;
         // The workspace grows with the heads of all samples together, of which this is the most that has room.
         let (mut plan, mut most) = (None, usize::MAX);
         for part in attention::parts(shape) {
             let heads = part.batch * part.heads;
-            if heads > most || !attention::is_served(self.version, capability, pass.is_backward(), &part) {
+            if heads > most || !attention::is_served(self.version, capability[0], pass, &part) {
                 continue;
             }
-            match attention::plan(graph::Gpu::Handle(self.raw), self.limit, (dtype, pass, &part))? {
+            let gpu = (graph::Gpu::Handle(self.raw), self.version, capability);
+            match attention::plan(gpu, self.limit, (dtype, pass, &part))? {
                 Ok(found) => {
                     plan = Some((Rc::new(found), part));
                     break;
@@ -135,7 +155,7 @@ impl Handle {
             }
         }
         if plan.is_none() {
-            attention::warn_of_old(self.version, capability, pass.is_backward(), shape);
+            attention::warn_of_old(self.version, capability[0], pass, shape);
         }
         let name = if pass.is_backward() { "backward" } else { "forward" };
         match &plan {
@@ -158,6 +178,11 @@ thread_local! {
 
 fn with_handle<T>(device: &CudaDevice, f: impl FnOnce(&mut Handle) -> Result<T>) -> Result<T> {
     handles::with_handle("cuDNN", &HANDLES, Handle::new, device, f)
+}
+
+/// Whether PyTorch would round to TF32, by default, where this does not.
+fn is_slower_than_pytorch(math: cudnnMathType_t, [major, _]: [i32; 2]) -> bool {
+    math == cudnnMathType_t::CUDNN_FMA_MATH && major >= 8
 }
 
 /// cuDNN's own default for f32 is TF32.
@@ -224,4 +249,16 @@ pub(super) fn attend(
         }
         Ok(true)
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_f32_on_gpus_with_tf32_is_slower_than_pytorch() {
+        let cases = [(DType::F32, [9, 0]), (DType::F32, [7, 5]), (DType::BF16, [9, 0]), (DType::F64, [9, 0])];
+        let slower = cases.map(|(dtype, capability)| is_slower_than_pytorch(math(dtype), capability));
+        assert_eq!(slower, [true, false, false, false]);
+    }
 }
