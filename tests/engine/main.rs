@@ -1,5 +1,6 @@
 //! The CPU engine in all its arrangements: the conformance suite, and the guarantees of this engine alone.
 #![allow(clippy::unwrap_used)] // a failed test may panic
+mod across_groups;
 mod batch;
 #[path = "../common/mod.rs"]
 mod common;
@@ -15,7 +16,6 @@ mod process_group;
 mod processes;
 mod reproducible;
 mod slices;
-mod two_groups;
 mod varied;
 
 /// Defines one `#[test]` for each arrangement and case.

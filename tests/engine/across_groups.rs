@@ -61,7 +61,7 @@ fn ranks_that_use_two_groups_in_different_orders_hear_of_it() {
         "rank 0 waits in barrier() in the group of ranks [0, 1], rank 1 in barrier() in the group of ranks [1, 0]: they wait for each \
          other",
         "Ranks must make the calls of all their groups in the same order",
-        "The call of rank 0 is at tests/engine/two_groups.rs:",
+        "The call of rank 0 is at tests/engine/across_groups.rs:",
     ];
     assert_contains(&cross(false), &parts);
 }
@@ -153,7 +153,7 @@ fn a_group_that_only_one_rank_makes_and_a_call_wait_for_each_other() {
         }
     });
     let text = "rank 0 waits in the construction of the group of ranks [0, 1], rank 1 in barrier() in the group of ranks [1, 0]";
-    assert_contains(&all[0], &[text, "The call of rank 0 is at tests/engine/two_groups.rs:"]);
+    assert_contains(&all[0], &[text, "The call of rank 0 is at tests/engine/across_groups.rs:"]);
     let all = failures(2, |pg| {
         pg.barrier()?;
         match pg.rank() {
@@ -162,7 +162,7 @@ fn a_group_that_only_one_rank_makes_and_a_call_wait_for_each_other() {
         }
     });
     let text = "rank 0 waits in barrier() in the group of all ranks, rank 1 in the construction of the companion of the group of all";
-    assert_contains(&all[0], &[text, "that of rank 1 is at tests/engine/two_groups.rs:"]);
+    assert_contains(&all[0], &[text, "that of rank 1 is at tests/engine/across_groups.rs:"]);
 }
 
 #[test]
