@@ -20,6 +20,7 @@ pub(crate) enum Feature {
     NoGradModel,
     FromVars,
     Norms,
+    OuterOptimizer,
 }
 
 use Feature::*;
@@ -43,6 +44,7 @@ impl fmt::Display for Feature {
             NoGradModel => "with_no_grad_model",
             FromVars => "from_vars",
             Norms => "clipping by norm or Lamb, under Sharding::Optimizer",
+            OuterOptimizer => "PeriodicModelAverager with an outer optimizer",
         })
     }
 }
@@ -165,6 +167,12 @@ const REFUSALS: &[Refusal] = &[
         [ShardedBlocks, FromVars],
         "sharding",
         "a model of `from_vars` computes with whole variables: build it with `with_options`",
+    ),
+    refusal(
+        [ShardedBlocks, OuterOptimizer],
+        "parameters",
+        "an outer step needs whole parameters, of which each rank has a part: average the parts of several models without an outer optimizer, \
+         or use Sharding::Optimizer",
     ),
 ];
 

@@ -5,6 +5,7 @@ mod outer;
 use super::ParamsSgd;
 use super::rule;
 use crate::error::describe;
+use crate::goes_with::Feature;
 use crate::placement::Placement;
 use crate::process_group::ProcessGroup;
 use crate::state::{self, Loader, StateDict};
@@ -160,7 +161,7 @@ impl PeriodicModelAverager {
     ///
     /// With an outer optimizer also, on all ranks and before anything changes: [`Error::NonFinite`] if a rank's parameters contain a NaN or
     /// an infinity; [`Error::Mismatch`] for other options of it; [`Error::PartDiffers`] if ranks have loaded different states;
-    /// [`Error::Parameter`] for a sharded model, and for other parameters than in the first averaging; and [`Error::InvalidArgument`] for
+    /// [`Error::Parameter`] for other parameters than in the first averaging; and [`Error::InvalidArgument`] for sharded blocks, and for
     /// more fragments than parameters. Errors of a fragment that is sent come after its delay. It is then not in flight any more, and has
     /// its turn again.
     pub fn average_parameters(&mut self, parameters: impl Into<Parameters>) -> Result<bool> {
@@ -205,7 +206,15 @@ impl PeriodicModelAverager {
         if self.agreed.as_ref() == Some(&described) {
             return Ok(());
         }
-        match AVERAGER.during(|| self.group.compare(Ok(described.clone()), "it has no parameters"))? {
+        let is_sharded = |(_, var): &(String, Var)| Placement::of(var).is_sharded();
+        let own = match self.outer.is_some() && parameters.iter().any(is_sharded) {
+            true => Feature::ShardedBlocks.goes_with(Feature::OuterOptimizer),
+            false => Ok(()),
+        };
+        let report = own.as_ref().map(|()| described.clone());
+        let found = AVERAGER.during(|| self.group.compare(report, "it cannot average its parameters"));
+        own?;
+        match found? {
             Some((rank, difference)) => Err(Error::Mismatch { what: "list of parameters", rank, difference }),
             None => {
                 if let Some(outer) = &self.outer {

@@ -31,7 +31,7 @@ macro_rules! features {
 
 features! {
     ShardedOptimizer HybridOptimizer ShardedBlocks HybridBlocks VirtualRanks CommHook Join NoSync Into Count
-    BackwardAndStep GradScaler OnNonFinite ReplicaCheck Clipping Adapters Averager Norms Muon SyncBatchNorm WithGrad
+    BackwardAndStep GradScaler OnNonFinite ReplicaCheck Clipping Adapters Averager Outer Norms Muon SyncBatchNorm WithGrad
     Checkpoint Frozen Evaluation ChannelsLast TwoModels
 }
 
@@ -50,19 +50,21 @@ impl Feature {
             GradScaler => "GradScaler",
             SyncBatchNorm => "sync_batch_norm",
             WithGrad => "collectives with a gradient",
+            Outer => "PeriodicModelAverager with an outer optimizer",
             _ => return None,
         })
     }
 
     /// Whether other numbers come out with it.
     fn is_another_training(self) -> bool {
-        [Into, Clipping, Adapters, Norms, Muon, SyncBatchNorm, WithGrad, Frozen, ChannelsLast, TwoModels]
+        [Into, Clipping, Adapters, Outer, Norms, Muon, SyncBatchNorm, WithGrad, Frozen, ChannelsLast, TwoModels]
             .contains(&self)
     }
 
     /// Whether it says the same thing as the other, so that a program has only one of them.
     fn excludes(self, other: Self) -> bool {
-        let kinds: [&[Self]; 7] = [
+        let kinds: [&[Self]; 8] = [
+            &[Averager, Outer],
             &[ShardedOptimizer, HybridOptimizer, ShardedBlocks, HybridBlocks],
             &[Norms, Muon],
             &[Into, BackwardAndStep],

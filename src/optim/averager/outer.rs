@@ -7,7 +7,7 @@ use crate::process_group::ProcessGroup;
 use crate::state::{self, Dict, Loader};
 use crate::tensor::DTYPES;
 use crate::tensor::finite::non_finite;
-use crate::variables::{check_named, check_whole};
+use crate::variables::check_named;
 use crate::{Error, Result};
 use candle_core::{DType, Tensor, Var};
 use std::collections::BTreeMap;
@@ -127,7 +127,6 @@ impl Outer {
 
     /// Refuses parameters that cannot be averaged, and others than those with which the outer steps have begun.
     fn check(&self, parameters: &[(String, Var)]) -> Result<()> {
-        check_whole(parameters.iter().map(|(name, var)| (name, var)), "average it without an outer optimizer")?;
         if let Some(pair) = parameters.windows(2).find(|pair| pair[0].0 == pair[1].0) {
             let reason = "two parameters have this name: build each model under a prefix, such as vb.pp(\"encoder\")";
             return Err(Error::parameter(&pair[0].0, reason));

@@ -8,8 +8,8 @@ use candle_ddp::checkpoint::{self, Parts, StateDict};
 use candle_ddp::comm_hook::AllReduce;
 use candle_ddp::nn::{self, BatchNorm, Linear, LoraConfig, layer_norm, linear, sync_batch_norm};
 use candle_ddp::optim::{
-    self, AdamW, Ema, FusedOptimizer, Lamb, Optimizer, ParamsAdamW, ParamsLamb, ParamsMuon, PeriodicModelAverager,
-    UpdateRule,
+    self, AdamW, Ema, FusedOptimizer, Lamb, Optimizer, ParamsAdamW, ParamsLamb, ParamsMuon, ParamsSgd,
+    PeriodicModelAverager, UpdateRule,
 };
 use candle_ddp::{
     Backward, Block, DdpOptions, DistributedDataParallel, DistributedModel, JoinOptions, Precision, ProcessGroup,
@@ -99,14 +99,15 @@ struct Second<'a> {
     ddp: &'a DistributedDataParallel<Linear>,
     varmap: VarMap,
     optimizer: AdamW,
+    averager: PeriodicModelAverager,
 }
 
 struct SecondIfAny<'a>(Option<Second<'a>>);
 
 impl Parts for SecondIfAny<'_> {
     fn parts(&mut self) -> Vec<(&str, &mut dyn StateDict)> {
-        let Some(Second { varmap, optimizer, .. }) = &mut self.0 else { return Vec::new() };
-        vec![("second", varmap), ("second_optimizer", optimizer)]
+        let Some(Second { varmap, optimizer, averager, .. }) = &mut self.0 else { return Vec::new() };
+        vec![("second", varmap), ("second_optimizer", optimizer), ("second_averager", averager)]
     }
 }
 
@@ -314,9 +315,19 @@ fn train<R: UpdateRule>(
         }
         false => None,
     };
+    // A sharded model has no other model to be averaged with.
+    let alone = has(Averager) && (has(ShardedBlocks) || has(HybridBlocks));
+    let of = |rank: usize| if alone { pg.new_group(&[rank]) } else { Ok(None) };
+    let own: Vec<_> = (0..pg.world_size()).map(of).collect::<Result<_>>()?;
+    let own = own.into_iter().flatten().next();
+    let outer = ParamsSgd { lr: 0.7, momentum: 0.9, nesterov: true, ..Default::default() };
+    let averager = || match has(Outer) {
+        false => PeriodicModelAverager::new(own.as_ref().unwrap_or(pg), 1, 0, None),
+        true => PeriodicModelAverager::new(pg, 2, 0, outer.clone()),
+    };
     let second = second.as_ref().map(|ddp| {
-        let adamw = ParamsAdamW { lr: 0.01, ..Default::default() };
-        Ok::<_, candle_ddp::Error>(Second { ddp, varmap: second_varmap.clone(), optimizer: AdamW::new(ddp, adamw)? })
+        let (varmap, adamw) = (second_varmap.clone(), ParamsAdamW { lr: 0.01, ..Default::default() });
+        Ok::<_, candle_ddp::Error>(Second { ddp, varmap, optimizer: AdamW::new(ddp, adamw)?, averager: averager()? })
     });
     let mut second = SecondIfAny(second.transpose()?);
     if has(CommHook) {
@@ -328,18 +339,13 @@ fn train<R: UpdateRule>(
     let all = second.0.iter().flat_map(|second| second.ddp.parameters()).chain(ddp.parameters()).collect::<Vec<_>>();
     let scaler = candle_ddp::amp::GradScaler::new(pg, all, scaling)?;
     let mut ema = Ema::new(&ddp, 0.7)?;
-    // A sharded model has no other model to be averaged with.
-    let alone = has(Averager) && (has(ShardedBlocks) || has(HybridBlocks));
-    let of = |rank: usize| if alone { pg.new_group(&[rank]) } else { Ok(None) };
-    let own: Vec<_> = (0..pg.world_size()).map(of).collect::<Result<_>>()?;
-    let own = own.into_iter().flatten().next();
-    let mut averager = PeriodicModelAverager::new(own.as_ref().unwrap_or(pg), 1, 0, None)?;
+    let mut averager = averager()?;
     let collectives = if has(WithGrad) { Some(pg.with_grad()?) } else { None };
     let mut checkpointer = going_on(pg, folder.join("run"))?;
     let last = checkpointer.load_latest((
         ("model", &mut varmap),
         ("optimizer", &mut optimizer),
-        ("ema", &mut ema),
+        (("ema", &mut ema), ("averager", &mut averager)),
         &mut second,
     ))?;
     assert_eq!(last, steps.start.checked_sub(1).map(|step| step as u64));
@@ -347,10 +353,10 @@ fn train<R: UpdateRule>(
     let mut all = |optimizer: &mut FusedOptimizer<R>| -> Result<()> {
         for step in steps.clone() {
             program.step(optimizer, step)?;
-            if has(Averager) {
+            if has(Averager) || has(Outer) {
                 averager.average_parameters(&ddp)?;
-                if let Some(second) = &program.second {
-                    averager.average_parameters(second.ddp)?;
+                if let Some(second) = &mut program.second {
+                    second.averager.average_parameters(second.ddp)?;
                 }
             }
             ema.update()?;
@@ -362,7 +368,8 @@ fn train<R: UpdateRule>(
     } else {
         all(&mut optimizer)?
     };
-    let parts = (("model", &mut varmap), ("optimizer", &mut optimizer), ("ema", &mut ema), &mut second);
+    let averages = (("ema", &mut ema), ("averager", &mut averager));
+    let parts = (("model", &mut varmap), ("optimizer", &mut optimizer), averages, &mut second);
     checkpointer.save(steps.end as u64 - 1, parts)?.wait()?;
     if steps.end < STEPS {
         return Ok(Values::new());

@@ -169,7 +169,7 @@ fn pieces_are_averaged_with_the_same_pieces_of_other_models() {
         }
         let outer = ParamsSgd { lr: 0.7, ..Default::default() };
         let refused = PeriodicModelAverager::new(&same, 2, 0, outer)?.average_parameters(&ddp);
-        assert_error(refused, &["average it without an outer optimizer"]);
+        assert_error(refused, &["without an outer optimizer, or use Sharding::Optimizer"]);
         Ok(weights)
     });
     let mut expected = ranks(1, |pg| {
