@@ -59,6 +59,20 @@ impl std::fmt::Debug for Split {
     }
 }
 
+/// The purpose of a group that is made from another one.
+#[doc(hidden)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Role {
+    /// A group of some ranks.
+    Group,
+    /// The ranks that have copies of the same pieces of a model, often on different hosts.
+    Copies,
+    /// The same ranks, for calls inside a model.
+    Companion,
+    /// The same ranks, for the gathers of a model's blocks.
+    Gathers,
+}
+
 /// An engine that runs the collectives of one group, in the order in which they are started.
 ///
 /// All ranks of the group must start the same collectives in the same order (`Send` and `Recv` pair up between two
@@ -163,5 +177,14 @@ pub trait Communicator: Send + Sync {
     /// Returns an error if the group has failed, or the new one cannot be created.
     fn duplicate(&self, store: Arc<dyn Store>) -> Result<Split> {
         self.split(&(0..self.world_size()).collect::<Vec<_>>(), store)
+    }
+
+    /// [Splits](Self::split) a group off, or [duplicates](Self::duplicate) this one, as an engine does that makes groups of several roles.
+    #[doc(hidden)]
+    fn make(&self, role: Role, ranks: &[usize], store: Arc<dyn Store>) -> Result<Split> {
+        match role {
+            Role::Group | Role::Copies => self.split(ranks, store),
+            Role::Companion | Role::Gathers => self.duplicate(store),
+        }
     }
 }

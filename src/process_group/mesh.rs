@@ -1,7 +1,7 @@
 //! Ranks in rows and columns.
 use super::ProcessGroup;
 use super::reports::same_on_all;
-use crate::backend::{CallSite, Purpose};
+use crate::backend::{CallSite, Purpose, Role};
 use crate::panic::lock;
 use crate::{Error, Result};
 use std::collections::BTreeMap;
@@ -78,8 +78,9 @@ impl ProcessGroup {
         if ranks == 1 {
             // The mesh has the group itself here. Ranks call it at other times than this one.
             let all: Vec<usize> = (0..self.world_size()).collect();
-            across =
-                self.split_off(&all, true)?.ok_or_else(|| Error::invalid("sharding", "this rank is in no group"))?;
+            across = self
+                .split_off(&all, Some(Role::Group))?
+                .ok_or_else(|| Error::invalid("sharding", "this rank is in no group"))?;
         }
         Ok((within, across))
     }
@@ -132,8 +133,9 @@ impl Whole {
             own = Some(self.pg.clone());
         } else {
             // All ranks must call `new_group` for all lines, in the same order.
+            let role = self.of_parts.then_some(if dims == [0] { Role::Copies } else { Role::Group });
             for line in lines.values() {
-                own = self.pg.split_off(line, self.of_parts)?.or(own);
+                own = self.pg.split_off(line, role)?.or(own);
             }
         }
         let group = own.ok_or_else(|| Error::invalid("shape", "this rank is in no line"))?;

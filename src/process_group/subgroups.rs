@@ -3,7 +3,7 @@ use super::engine::{self, Settings};
 use super::place::Place;
 use super::whole::Whole;
 use super::{Backend, ProcessGroup};
-use crate::backend::{CallSite, Communicator, Construction, Split};
+use crate::backend::{CallSite, Communicator, Construction, Role, Split};
 use crate::error::Failure;
 use crate::flight_recorder::Recording;
 use crate::panic::lock;
@@ -28,12 +28,12 @@ impl ProcessGroup {
     /// group if it has failed.
     #[track_caller]
     pub fn new_group(&self, ranks: &[usize]) -> Result<Option<Self>> {
-        CallSite::during(Location::caller(), || self.split_off(ranks, false))
+        CallSite::during(Location::caller(), || self.split_off(ranks, None))
     }
 
-    /// Like [`new_group`](Self::new_group). If `is_part`, the program does not know the group: either ends with the other, and its
-    /// errors belong to the group of all ranks.
-    pub(super) fn split_off(&self, ranks: &[usize], is_part: bool) -> Result<Option<Self>> {
+    /// Like [`new_group`](Self::new_group). With a role, the program does not know the group: either ends with the other, and its errors
+    /// belong to the group of all ranks.
+    pub(super) fn split_off(&self, ranks: &[usize], role: Option<Role>) -> Result<Option<Self>> {
         if let Some(&rank) = ranks.iter().find(|rank| **rank >= self.world_size()) {
             return Err(Error::RankOutOfRange { rank, world_size: self.world_size() });
         }
@@ -53,18 +53,19 @@ impl ProcessGroup {
         let store: Arc<dyn Store> =
             Arc::new(PrefixStore::new(format!("group{number}/{members}"), Arc::clone(&self.0.store)));
         let settings = self.0.settings.clone();
-        let split = self.0.communicator.split(ranks, engine::engine_store(&store, &settings));
+        let split =
+            self.0.communicator.make(role.unwrap_or(Role::Group), ranks, engine::engine_store(&store, &settings));
         let split = split.map_err(|error| self.note(error))?;
         let key = format!("group{number}");
         let recording = self.recording_of(&key, ranks);
         let Some(rank) = place else { return Ok(None) };
         let names = (key.as_str(), "the group");
-        let place = match is_part {
-            true => {
+        let place = match role {
+            Some(_) => {
                 let whole = Whole::new(&self.0.communicator, self.global_ranks(), &self.0.store);
                 self.0.place.split_part(names, whole, ranks, rank)
             }
-            false => self.0.place.split(names, ranks, rank),
+            None => self.0.place.split(names, ranks, rank),
         };
         let communicator = self.member(split, &store, &place, recording.as_ref());
         let made = communicator.map_err(|error| self.note_of(&place, error))?;

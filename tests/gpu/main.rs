@@ -16,6 +16,7 @@ mod data;
 mod elastic;
 mod fences;
 mod hazards;
+mod hybrid;
 mod late;
 mod launch;
 mod layers;
@@ -118,6 +119,7 @@ fn rank_of_another_test() {
         }
         "varied" => virtual_ranks::varied(&pg(60)).unwrap(),
         _ if hazards::run(&worker, pg)
+            || hybrid::run(&worker, pg)
             || batch::run(&worker, pg)
             || late::run(&worker, pg)
             || several::run(&worker, pg)

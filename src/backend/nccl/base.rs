@@ -1,8 +1,9 @@
 //! The beginning of a rank, before it has a communicator: it opens its GPU, connects to the other ranks, and starts the threads of its group.
-use super::comm::{self, BLOCKING, Comm, Limit, OLDEST_VERSION, UniqueId, WaitError, blocking};
+use super::comm::{self, BLOCKING, Comm, OLDEST_VERSION, UniqueId, WaitError, blocking};
 use super::comm_streams::{CommStreams, abort_timeout};
 use super::device::check_queues;
 use super::identity::{self, Identity};
+use super::limit::{Ctas, Limit, check_order};
 use super::links;
 use super::status::{NcclFailure, Version, version};
 use super::stream::Streams;
@@ -40,20 +41,22 @@ pub(super) fn open(device: &Device, rank: usize, options: &NcclOptions, limit: L
     }
     abort_timeout()?;
     comm::check(options)?;
-    if limit == Limit::Few {
+    if limit.is_companion() {
         check_queues()?;
     }
     let driver = |error| cuda_failure(error).into_error(rank);
     let streams = Streams::new(device.as_cuda_device()?, options.high_priority).map_err(driver)?;
+    check_order(streams.device())?;
+    let multiprocessors = streams.multiprocessors().map_err(driver)?;
     let pci_bus_id = streams.pci_bus_id().map_err(driver)?;
     let (gpu, uuid) = streams.name_and_uuid().unwrap_or_else(|error| {
         log::debug!("the driver does not name the GPU: {}", super::cuda_error(error));
         Default::default()
     });
     // A companion has the links of its group.
-    let tests_links = limit == Limit::None && PROCESS.switch(links::VARIABLE)? != Some(false);
+    let tests_links = limit == Limit::Main && PROCESS.switch(links::VARIABLE)? != Some(false);
     let (host, process) = (host_identity(), identity::process()?);
-    Ok((streams, Identity { nccl_version, host, pci_bus_id, process, gpu, uuid, tests_links }))
+    Ok((streams, Identity { nccl_version, host, pci_bus_id, process, gpu, uuid, tests_links, multiprocessors }))
 }
 
 /// Whether NCCL, which reads numbers as C does, reads 1.
@@ -91,6 +94,8 @@ pub(super) struct Base {
     pub(super) device: Device,
     pub(super) options: NcclOptions,
     pub(super) limit: Limit,
+    /// The least number of all ranks.
+    pub(super) multiprocessors: u32,
     /// How long a rank may be silent.
     pub(super) lost_after: Duration,
     /// Whether the links between the GPUs are to be tested.
@@ -98,6 +103,10 @@ pub(super) struct Base {
 }
 
 impl Base {
+    pub(super) fn ctas(&self) -> Ctas {
+        Ctas::new(&self.options, self.limit, self.multiprocessors)
+    }
+
     /// Connects to the other ranks in NCCL, with the id that rank 0 creates.
     pub(super) fn connect(&self) -> std::result::Result<Comm, WaitError> {
         let group = &*self.group;
@@ -114,7 +123,7 @@ impl Base {
         }
         let id = identity::await_id(&*self.store, ID, group, "exchanging NCCL's id")?;
         let mut check = cancellation_check(group, "init_process_group".to_string(), absence(&id), PATIENCE);
-        let mut comm = Comm::connect(&id, group.rank, group.world_size, &self.options, self.limit, &mut check)?;
+        let mut comm = Comm::connect(&id, group.rank, group.world_size, &self.options, self.ctas(), &mut check)?;
         // All ranks have come into NCCL, so they have read these.
         if group.rank == 0 {
             discard(&*self.store, ID);

@@ -1,6 +1,7 @@
 //! An owned NCCL communicator: creating it, waiting for it, splitting it, and ending it.
 use super::NcclOptions;
 use super::ffi::{self, Code};
+use super::limit::{Ctas, number};
 use super::status::{CallResult, NcclFailure, Status, Version, int, status, version};
 use crate::error::Failure;
 use crate::{Error, Result};
@@ -123,27 +124,10 @@ struct Config {
     traffic_class: c_int,
 }
 
-/// The number of blocks that the kernels of a communicator may have.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Limit {
-    /// As many as NCCL wants.
-    None,
-    /// Few, for a communicator whose calls run next to those of others: all blocks of all kernels that wait for other ranks
-    /// must find room on the GPU at once.
-    Few,
-}
-
 impl Config {
     /// With this, calls return at once, even if peers do not come.
-    fn nonblocking(options: &NcclOptions, limit: Limit) -> Self {
-        /// The most blocks of kernels that run next to others.
-        const FEW: c_int = 4;
-        const UNDEFINED: c_int = c_int::MIN;
-        let number = |own: Option<u32>| own.map_or(UNDEFINED, |own| c_int::try_from(own).unwrap_or(c_int::MAX));
-        let [min_ctas, max_ctas] = match limit {
-            Limit::None => [number(options.min_ctas), number(options.max_ctas)],
-            Limit::Few => [1, options.max_ctas.map_or(FEW, |_| number(options.max_ctas).min(FEW))],
-        };
+    fn nonblocking(options: &NcclOptions, ctas: Ctas) -> Self {
+        let [min_ctas, max_ctas] = ctas.numbers();
         let net_name = options.net_name.as_ref().and_then(|name| CString::new(name.as_str()).ok());
         // NCCL ignores the fields that this version did not have.
         let version = options.traffic_class.map_or(OLDEST_VERSION, |_| TRAFFIC_CLASS);
@@ -157,7 +141,7 @@ impl Config {
             max_ctas,
             // It is never freed, since NCCL does not say how long it reads it.
             net_name: net_name.map_or(std::ptr::null(), |name| name.into_raw().cast_const()),
-            split_share: UNDEFINED,
+            split_share: number(None),
             traffic_class: number(options.traffic_class),
         }
     }
@@ -192,11 +176,11 @@ impl Comm {
         rank: usize,
         world_size: usize,
         options: &NcclOptions,
-        limit: Limit,
+        ctas: Ctas,
         check: CancellationCheck,
     ) -> std::result::Result<Self, WaitError> {
         const CALL: &str = "ncclCommInitRankConfig";
-        let mut config = Config::nonblocking(options, limit);
+        let mut config = Config::nonblocking(options, ctas);
         let mut comm: sys::ncclComm_t = std::ptr::null_mut();
         let (ranks, rank) = (int(CALL, world_size)?, int(CALL, rank)?);
         // SAFETY: `comm` is written before the call returns. `config` is a prefix of the struct that NCCL knows, says
@@ -223,6 +207,7 @@ impl Comm {
         &mut self,
         member: bool,
         key: usize,
+        (options, ctas): (&NcclOptions, Ctas),
         check: CancellationCheck,
     ) -> std::result::Result<Option<Self>, WaitError> {
         const CALL: &str = "ncclCommSplit";
@@ -230,9 +215,11 @@ impl Comm {
         // One of NCCL's threads may write it until this communicator has settled. So it is not on the stack, and is not
         // freed if the wait ends early.
         let slot: *mut sys::ncclComm_t = Box::into_raw(Box::new(std::ptr::null_mut()));
-        // SAFETY: the communicator is valid and settled, `slot` outlives the operation; no configuration means this
-        // communicator's own.
-        let begun = unsafe { ffi::ncclCommSplit(self.0, color, key, slot, std::ptr::null_mut()) };
+        let mut config = Config::nonblocking(options, ctas);
+        let config = (&raw mut config).cast::<sys::ncclConfig_t>();
+        // SAFETY: the communicator is valid and settled, `slot` outlives the operation. `config` is a prefix of the struct that NCCL knows,
+        // says so in its `size`, and is copied before the call returns.
+        let begun = unsafe { ffi::ncclCommSplit(self.0, color, key, slot, config) };
         if let Err(failure) = status(CALL, begun) {
             // SAFETY: it came from `Box::into_raw`, and a call that was refused does nothing.
             drop(unsafe { Box::from_raw(slot) });
@@ -343,13 +330,11 @@ mod tests {
     }
 
     #[test]
-    fn communicators_that_run_next_to_others_have_few_blocks() {
-        let options = NcclOptions { min_ctas: Some(2), max_ctas: Some(8), ..Default::default() };
-        let blocks = |limit| {
-            let Config { min_ctas, max_ctas, version, .. } = Config::nonblocking(&options, limit);
-            (min_ctas, max_ctas, version)
-        };
-        assert_eq!([Limit::None, Limit::Few].map(blocks), [(2, 8, 21_800), (1, 4, 21_800)]);
+    fn a_configuration_has_the_limits_and_the_options() {
+        let options = NcclOptions { cga_cluster_size: Some(2), ..Default::default() };
+        let Config { min_ctas, max_ctas, cga_cluster_size, version, .. } =
+            Config::nonblocking(&options, Ctas { least: Some(1), most: Some(4) });
+        assert_eq!((min_ctas, max_ctas, cga_cluster_size, version), (1, 4, 2, 21_800));
         let name = Some("a\0b".to_string());
         assert!(check(&NcclOptions { net_name: name, ..Default::default() }).is_err());
     }

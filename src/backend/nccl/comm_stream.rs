@@ -1,5 +1,7 @@
 //! A communicator and the stream for its calls, on which collectives are started.
+use super::NcclOptions;
 use super::comm::{CancellationCheck, Comm, WaitError};
+use super::limit::{Ctas, Room};
 use super::prepared::Prepared;
 use super::status::Status;
 use super::stream::{Done, Event, Streams};
@@ -43,20 +45,21 @@ pub(super) struct CommStream {
 
 struct Open {
     comm: Comm,
+    room: Room,
     /// Calls that failed after they had begun: NCCL may launch more parts of them until the communicator is aborted.
     stranded: Vec<Arc<NcclWork>>,
 }
 
 impl CommStream {
-    pub(super) fn new(comm: Comm, streams: Streams) -> Self {
-        let open = Mutex::new(Some(Open { comm, stranded: Vec::new() }));
+    pub(super) fn new(comm: Comm, room: Room, streams: Streams) -> Self {
+        let open = Mutex::new(Some(Open { comm, room, stranded: Vec::new() }));
         Self { open, ended: Mutex::default(), changed: Condvar::new(), streams }
     }
 
     /// Puts a call on the stream after its `ready`, followed by its work's fence. Waits until NCCL has launched it.
     pub(super) fn launch(&self, group: &DeviceGroup, job: &Job) -> Result<(), WaitError> {
         let mut open = lock(&self.open);
-        let Some(Open { comm, stranded }) = open.as_mut() else { return Err(gone(group)) };
+        let Some(Open { comm, stranded, .. }) = open.as_mut() else { return Err(gone(group)) };
         self.streams.bind().map_err(cuda_failure)?;
         self.streams.after(&job.ready).map_err(cuda_failure)?;
         self.streams.begin(&job.work.done).map_err(cuda_failure)?;
@@ -78,12 +81,13 @@ impl CommStream {
         group: &DeviceGroup,
         member: bool,
         key: usize,
+        config: (&NcclOptions, Ctas),
         check: CancellationCheck,
     ) -> Result<Option<Comm>, WaitError> {
         let mut open = lock(&self.open);
         let Some(Open { comm, .. }) = open.as_mut() else { return Err(gone(group)) };
         self.streams.bind().map_err(cuda_failure)?;
-        comm.split(member, key, check)
+        comm.split(member, key, config, check)
     }
 
     /// The error that has occurred since the last call. `None` while another thread is in a call, which notices the
@@ -100,11 +104,12 @@ impl CommStream {
     /// Ends all its calls. Returns those to be [released](Self::release) later. A thread that waits in one of NCCL's
     /// calls sees that the group has failed, and unlocks.
     pub(super) fn abort(&self) -> Vec<Arc<NcclWork>> {
-        let Some(Open { comm, stranded }) = lock(&self.open).take() else { return Vec::new() };
+        let Some(Open { comm, room, stranded }) = lock(&self.open).take() else { return Vec::new() };
         if let Err(error) = self.streams.bind() {
             log::debug!("binding the device before an abort: {}", cuda_error(error));
         }
         drop(comm);
+        drop(room);
         self.end();
         stranded
     }
@@ -153,10 +158,11 @@ impl CommStream {
         group: &Arc<DeviceGroup>,
         check: CancellationCheck,
     ) -> Option<JoinHandle<()>> {
-        let Open { mut comm, stranded } = lock(&self.open).take()?;
+        let Open { mut comm, room, stranded } = lock(&self.open).take()?;
         let finalized = self.streams.bind().map_err(cuda_error).map(|()| comm.finalize(check));
         match finalized {
             Ok(Ok(())) => {
+                drop(room);
                 let own = Arc::clone(self);
                 let destroy = move || {
                     let destroyed = own.streams.bind().map_err(cuda_failure).and_then(|()| comm.destroy());

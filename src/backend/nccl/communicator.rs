@@ -1,10 +1,11 @@
 use super::base::{Base, open};
 use super::calls::Buffer;
-use super::comm::{Comm, Limit, WaitError};
+use super::comm::{Comm, WaitError};
 use super::comm_stream::{CommStream, Job};
 use super::comm_streams::CommStreams;
 use super::identity;
 use super::launcher::Launcher;
+use super::limit::{Ctas, Limit, Room, check_order};
 use super::p2p::{P2p, Pair};
 use super::prepared::{Member, Prepared};
 use super::stream::{Clock, Done, Streams};
@@ -14,7 +15,7 @@ use super::work::{NcclWork, Shared};
 use super::{NcclOptions, batch, cuda_failure, device};
 use crate::backend::batch::check_batch;
 use crate::backend::check::{check, on_device};
-use crate::backend::{Collective, Communicator, P2pOp, Split, Work};
+use crate::backend::{Collective, Communicator, P2pOp, Role, Split, Work};
 use crate::error::Failure;
 use crate::flight_recorder::Recording;
 use crate::kernels;
@@ -31,6 +32,7 @@ use cudarc::driver::CudaSlice;
 use cudarc::nccl::sys::ncclDataType_t;
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
+use std::fmt::Display;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
@@ -69,6 +71,8 @@ pub struct NcclCommunicator {
     device: Device,
     store: Arc<dyn Store>,
     options: NcclOptions,
+    /// The least number of all ranks.
+    multiprocessors: u32,
     /// How long a rank may be silent.
     lost_after: Duration,
     /// For barriers.
@@ -112,7 +116,7 @@ impl NcclCommunicator {
         device: &Device,
         options: NcclOptions,
     ) -> Result<Self> {
-        Self::connect(recording, store, rank, world_size, device, options, Limit::None)
+        Self::connect(recording, store, rank, world_size, device, options, Limit::Main)
     }
 
     #[allow(clippy::too_many_arguments)] // private
@@ -139,7 +143,7 @@ impl NcclCommunicator {
         let (streams, identities) = identity::exchange(&*store, rank, world_size, options.timeout, opened)?;
         identity::check(&identities, device::shared_gpus_allowed()?)?;
         if rank == 0
-            && limit == Limit::None
+            && limit == Limit::Main
             && let Some(difference) = identity::difference(&identities)
         {
             warn_aloud(format_args!("{difference}"));
@@ -147,8 +151,10 @@ impl NcclCommunicator {
         let lost_after = options.lost_after.unwrap_or_else(|| identity::lost_after(&identities));
         // All ranks take part, or none.
         let tests_links = identities.iter().all(|identity| identity.tests_links);
+        let multiprocessors = identities.iter().map(|identity| identity.multiprocessors).min().unwrap_or_default();
         let group = DeviceGroup::new(rank, world_size, options.timeout, recording);
-        let base = Base { group, streams, store, device: device.clone(), options, limit, lost_after, tests_links };
+        let device = device.clone();
+        let base = Base { group, streams, store, device, options, limit, multiprocessors, lost_after, tests_links };
         let heartbeat_monitor = base.start_heartbeat_monitor(health_store)?;
         let comm = base.connect();
         Self::assemble(base, comm, heartbeat_monitor)
@@ -165,7 +171,10 @@ impl NcclCommunicator {
             Ok(parts) => parts,
             Err(error) => return Err(base.give_up(error, heartbeat_monitor)),
         };
-        let comm_stream = Arc::new(CommStream::new(comm, base.streams.clone()));
+        let DeviceGroup { rank, world_size, .. } = *base.group;
+        let limit = (base.limit, base.ctas());
+        let room = Room::take(base.streams.device(), [rank, world_size], limit, base.multiprocessors);
+        let comm_stream = Arc::new(CommStream::new(comm, room, base.streams.clone()));
         let comm_streams = CommStreams::new(base.group.clone(), comm_stream.clone());
         let own = Arc::clone(&comm_stream);
         let launcher = match base.group.world_size {
@@ -174,7 +183,7 @@ impl NcclCommunicator {
         };
         let threads = vec![base.start_watchdog(&comm_streams)?, base.start_poller(&comm_streams)?, heartbeat_monitor];
         let address = base.streams.address(&token);
-        let Base { group, store, device, options, lost_after, .. } = base;
+        let Base { group, store, device, options, multiprocessors, lost_after, .. } = base;
         Ok(Self {
             group,
             comm_stream,
@@ -185,6 +194,7 @@ impl NcclCommunicator {
             device,
             store,
             options,
+            multiprocessors,
             lost_after,
             token: Buffer { address, count: 1, dtype: ncclDataType_t::ncclFloat32, bytes_per_element: 4 },
             _token: token,
@@ -264,14 +274,19 @@ impl NcclCommunicator {
         };
         let streams = self.comm_stream.streams.another().map_err(|error| cuda_failure(error).into_error(own))?;
         let (group, comm_streams, store) = (self.group.clone(), self.comm_streams.clone(), self.store.clone());
-        P2p::start(Pair { group, comm_streams, store, from, to, streams, options: self.options.clone() })
+        let (options, multiprocessors) = (self.options.clone(), self.multiprocessors);
+        P2p::start(Pair { group, comm_streams, store, from, to, streams, options, multiprocessors })
     }
 
     fn recording_of(&self, name: &str, ranks: &[usize]) -> Option<Recording> {
         self.group.recording.as_ref().map(|recording| recording.of_subgroup(name, ranks))
     }
 
-    fn try_split(&self, ranks: &[usize], store: Arc<dyn Store>) -> Result<Split> {
+    fn try_split(&self, role: Role, ranks: &[usize], store: Arc<dyn Store>) -> Result<Split> {
+        let limit = Limit::Of(role);
+        let ctas = Ctas::new(&self.options, limit, self.multiprocessors);
+        let cannot = |error: &dyn Display| self.abort(&format!("it cannot make a sub-group: {error}"));
+        check_order(self.comm_stream.streams.device()).inspect_err(|error| cannot(error))?;
         // NCCL can only split a communicator without calls in flight, and no new call may begin before the split.
         let turn = lock(&self.turn);
         self.comm_stream.streams.trim_pool();
@@ -283,11 +298,12 @@ impl NcclCommunicator {
         let recording = self.recording_of(&format!("group{number}"), ranks);
         let member = ranks.iter().position(|rank| *rank == self.group.rank);
         let prepared = member.map(|rank| HealthStore::new(store.clone(), rank, ranks.len())).transpose();
-        let health_store = prepared.inspect_err(|error| self.abort(&format!("it cannot make a sub-group: {error}")))?;
+        let health_store = prepared.inspect_err(|error| cannot(error))?;
         let what = format!("new_group({ranks:?})");
         let reason = "not all ranks of the group called it".to_string();
         let mut check = cancellation_check(&self.group, what, reason, Duration::MAX);
-        let split = self.comm_stream.split(&self.group, member.is_some(), member.unwrap_or(0), &mut check);
+        let (place, config) = (member.unwrap_or(0), (&self.options, ctas));
+        let split = self.comm_stream.split(&self.group, member.is_some(), place, config, &mut check);
         drop(turn);
         let comm = split.map_err(|error| error.end_group(&self.group))?;
         let (Some(comm), Some(rank), Some(health_store)) = (comm, member, health_store) else {
@@ -296,12 +312,21 @@ impl NcclCommunicator {
         let driver = |error| cuda_failure(error).into_error(rank);
         let streams = self.comm_stream.streams.another().map_err(driver)?;
         let group = DeviceGroup::new(rank, ranks.len(), self.options.timeout, recording);
-        // A split communicator has its parent's limit.
-        let (device, options, limit) = (self.device.clone(), self.options.clone(), Limit::None);
-        let lost_after = self.lost_after;
-        let base = Base { group, streams, store, device, options, limit, lost_after, tests_links: false };
+        let (device, options, lost_after) = (self.device.clone(), self.options.clone(), self.lost_after);
+        let (multiprocessors, tests_links) = (self.multiprocessors, false);
+        let base = Base { group, streams, store, device, options, limit, multiprocessors, lost_after, tests_links };
         let heartbeat_monitor = base.start_heartbeat_monitor(health_store)?;
         Ok(Split::Member(Box::new(Self::assemble(base, Ok(comm), heartbeat_monitor)?)))
+    }
+
+    /// Connects anew, since a split would wait for the calls in flight.
+    fn try_duplicate(&self, role: Role, store: Arc<dyn Store>) -> Result<Split> {
+        let DeviceGroup { rank, world_size, .. } = *self.group;
+        let name = if role == Role::Gathers { "gathers" } else { "companion" };
+        let recording = self.recording_of(name, &(0..world_size).collect::<Vec<_>>());
+        // Its calls run next to those of this group.
+        let (device, options, limit) = (&self.device, self.options.clone(), Limit::Of(role));
+        Ok(Split::Member(Box::new(Self::connect(recording, store, rank, world_size, device, options, limit)?)))
     }
 }
 
@@ -361,16 +386,18 @@ impl Communicator for NcclCommunicator {
     }
 
     fn split(&self, ranks: &[usize], store: Arc<dyn Store>) -> Result<Split> {
-        self.try_split(ranks, store)
+        self.try_split(Role::Group, ranks, store)
     }
 
-    /// Connects anew, since a split would wait for the calls in flight.
     fn duplicate(&self, store: Arc<dyn Store>) -> Result<Split> {
-        let DeviceGroup { rank, world_size, .. } = *self.group;
-        let recording = self.recording_of("companion", &(0..world_size).collect::<Vec<_>>());
-        // Its calls run next to those of this group.
-        let (device, options, limit) = (&self.device, self.options.clone(), Limit::Few);
-        Ok(Split::Member(Box::new(Self::connect(recording, store, rank, world_size, device, options, limit)?)))
+        self.try_duplicate(Role::Companion, store)
+    }
+
+    fn make(&self, role: Role, ranks: &[usize], store: Arc<dyn Store>) -> Result<Split> {
+        match role {
+            Role::Group | Role::Copies => self.try_split(role, ranks, store),
+            Role::Companion | Role::Gathers => self.try_duplicate(role, store),
+        }
     }
 }
 

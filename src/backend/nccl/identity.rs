@@ -29,6 +29,7 @@ pub(super) struct Identity {
     pub(super) uuid: String,
     /// Whether its environment lets the links between GPUs be tested.
     pub(super) tests_links: bool,
+    pub(super) multiprocessors: u32,
 }
 
 /// Tells the other ranks this one's identity, or why it cannot take part, and returns all ranks' identities. If any of
@@ -149,7 +150,7 @@ impl Identity {
     fn encode(&self) -> Vec<u8> {
         let mut writer = Writer::default();
         writer.u32(self.nccl_version.cast_unsigned()).text(&self.host).text(&self.pci_bus_id).u64(self.process);
-        writer.text(&self.gpu).text(&self.uuid).u32(u32::from(self.tests_links));
+        writer.text(&self.gpu).text(&self.uuid).u32(u32::from(self.tests_links)).u32(self.multiprocessors);
         writer.0
     }
 
@@ -163,6 +164,7 @@ impl Identity {
             gpu: reader.text()?,
             uuid: reader.text()?,
             tests_links: reader.u32()? != 0,
+            multiprocessors: reader.u32()?,
         })
     }
 
@@ -200,7 +202,7 @@ mod tests {
         let process = PROCESSES.fetch_add(1, Ordering::Relaxed);
         let (nccl_version, host, pci_bus_id) = (version, host.to_string(), gpu.to_string());
         let (gpu, uuid) = ("H100".to_string(), "1".to_string());
-        Identity { nccl_version, host, pci_bus_id, process, gpu, uuid, tests_links: true }
+        Identity { nccl_version, host, pci_bus_id, process, gpu, uuid, tests_links: true, multiprocessors: 132 }
     }
 
     const TIMEOUT: Duration = Duration::from_secs(5);

@@ -18,6 +18,7 @@ mod device;
 mod ffi;
 mod identity;
 mod launcher;
+mod limit;
 mod links;
 mod options;
 mod p2p;

@@ -13,9 +13,11 @@ pub struct NcclOptions {
     /// an all-reduce waits until the running kernel has no more blocks to place, on every rank, and the last rank decides. Default:
     /// true (PyTorch's `is_high_priority_stream` is false).
     pub high_priority: bool,
-    /// The least number of blocks of NCCL's kernels, each of which occupies a multiprocessor. Default: NCCL chooses.
+    /// The least number of blocks of NCCL's kernels, each of which occupies a multiprocessor, except in `SyncBatchNorm`,
+    /// [`with_grad`](crate::ProcessGroup::with_grad) and messages. Default: NCCL chooses.
     pub min_ctas: Option<u32>,
-    /// The greatest number of blocks of NCCL's kernels. Fewer leave more of the GPU to the backward pass. Default: NCCL chooses.
+    /// The greatest number of blocks of NCCL's kernels. Fewer leave more of the GPU to the backward pass. Default: NCCL chooses, within
+    /// limits with which the kernels of all groups find room at once.
     pub max_ctas: Option<u32>,
     /// The size of the clusters of blocks, on GPUs that have them (compute capability 9.0). Default: NCCL chooses.
     pub cga_cluster_size: Option<u32>,

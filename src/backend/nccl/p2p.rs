@@ -5,12 +5,13 @@
 //! happen. So each pair of ranks has a communicator of two ranks and a stream for each direction in which it sends
 //! messages. A thread creates them with the first message, since both ranks must take part.
 use super::NcclOptions;
-use super::comm::{Comm, Limit, UniqueId, WaitError};
+use super::comm::{Comm, UniqueId, WaitError};
 use super::comm_stream::CommStream;
 use super::comm_streams::CommStreams;
 use super::device::check_queues;
 use super::identity::await_id;
 use super::launcher::Launcher;
+use super::limit::{Ctas, Limit, Room, check_order};
 use super::status::NcclFailure;
 use super::stream::Streams;
 use crate::Result;
@@ -33,6 +34,7 @@ pub(super) struct Pair {
     pub(super) to: usize,
     pub(super) streams: Streams,
     pub(super) options: NcclOptions,
+    pub(super) multiprocessors: u32,
 }
 
 impl P2p {
@@ -51,7 +53,8 @@ impl Pair {
         let cannot = |error: rendezvous::Error| {
             WaitError::Nccl(NcclFailure::other("meeting the peer of a message", &error.to_string()))
         };
-        check_queues().map_err(|error| NcclFailure::other("meeting the peer of a message", &error.to_string()))?;
+        let settings = check_queues().and_then(|()| check_order(self.streams.device()));
+        settings.map_err(|error| NcclFailure::other("meeting the peer of a message", &error.to_string()))?;
         self.streams.bind().map_err(super::cuda_failure)?;
         self.streams.trim_pool();
         let id = if sends {
@@ -64,8 +67,11 @@ impl Pair {
             id
         };
         let mut check = || self.group.failure().map_or(Ok(()), Err);
-        let comm = Comm::connect(&id, usize::from(!sends), 2, &self.options, Limit::Few, &mut check)?;
-        let comm_stream = Arc::new(CommStream::new(comm, self.streams.clone()));
+        let ctas = Ctas::new(&self.options, Limit::Messages, self.multiprocessors);
+        let comm = Comm::connect(&id, usize::from(!sends), 2, &self.options, ctas, &mut check)?;
+        let place = [self.group.rank, self.group.world_size];
+        let room = Room::take(self.streams.device(), place, (Limit::Messages, ctas), self.multiprocessors);
+        let comm_stream = Arc::new(CommStream::new(comm, room, self.streams.clone()));
         self.comm_streams.add(self.from, self.to, Arc::clone(&comm_stream))?;
         Ok(comm_stream)
     }

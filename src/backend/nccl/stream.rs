@@ -88,6 +88,11 @@ impl Streams {
         Ok(format!("{domain:04x}:{bus:02x}:{device:02x}"))
     }
 
+    pub(super) fn multiprocessors(&self) -> Result<u32, DriverError> {
+        let count = self.context.attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
+        Ok(count.unsigned_abs())
+    }
+
     /// The kind of GPU, and the number by which the driver tells it, or an instance of it, from all others.
     pub(super) fn name_and_uuid(&self) -> Result<(String, String), DriverError> {
         let mut uuid = sys::CUuuid { bytes: [0; 16] };

@@ -91,6 +91,12 @@ pub unsafe extern "C" fn cuDeviceGet(device: *mut c_int, ordinal: c_int) -> Answ
     unsafe { give(device, ordinal) }
 }
 
+/// The number of multiprocessors of a GPU.
+pub(crate) fn multiprocessors() -> usize {
+    static COUNT: OnceLock<usize> = OnceLock::new();
+    *COUNT.get_or_init(|| std::env::var("EMULATED_GPU_BLOCKS").ok().and_then(|count| count.parse().ok()).unwrap_or(132))
+}
+
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuDeviceGetAttribute(value: *mut c_int, attribute: c_int, device: c_int) -> Answer {
     let Some(physical) = visible().get(device as usize) else { return INVALID_DEVICE };
@@ -100,7 +106,7 @@ pub unsafe extern "C" fn cuDeviceGetAttribute(value: *mut c_int, attribute: c_in
         4 => 64,               // MAX_BLOCK_DIM_Z
         8 => 48 << 10,         // MAX_SHARED_MEMORY_PER_BLOCK
         10 => 32,              // WARP_SIZE
-        16 => 16,              // MULTIPROCESSOR_COUNT
+        16 => multiprocessors() as c_int,
         33 if is_split() => 1, // PCI_BUS_ID
         33 => physical + 1,
         34 | 50 => 0, // PCI_DEVICE_ID, PCI_DOMAIN_ID

@@ -173,6 +173,22 @@ pub(super) const ROWS: &[Row] = &[
         default: "unset",
     },
     Row {
+        names: &["NCCL_LAUNCH_ORDER_IMPLICIT"],
+        kind: Number("0 or 1"),
+        set_by: "–",
+        read_by: "NCCL, candle-ddp",
+        meaning: "`1` is refused with a second group on a GPU: each group has its own thread for its calls, whose order differs between ranks",
+        default: "unset",
+    },
+    Row {
+        names: &["NCCL_MAX_CTAS"],
+        kind: Number("a positive number"),
+        set_by: "you",
+        read_by: "NCCL, candle-ddp",
+        meaning: "the most blocks of NCCL's kernels, instead of all [limits of groups](several_gpus.md#what-has-been-tested) and `NcclOptions::max_ctas`",
+        default: "these limits",
+    },
+    Row {
         names: &["NCCL_SOCKET_IFNAME"],
         kind: Text("a list of interfaces"),
         set_by: "you",

@@ -15,20 +15,18 @@ const LOOKS: u32 = 3;
 /// ...or was not polled for this long.
 const UNSEEN: Duration = Duration::from_millis(50);
 
-/// How many blocks a GPU runs at once. A kernel of NCCL takes a whole multiprocessor for each of its blocks.
-const BLOCKS: usize = 132;
-
 /// The memory of a communicator on the GPU, in bytes.
 pub(super) const MEMORY: u64 = 64 << 20;
 
 /// The number of blocks of kernels that are running, by device.
 static OCCUPIED: Mutex<BTreeMap<i32, usize>> = Mutex::new(BTreeMap::new());
 
-/// Whether there was room for so many blocks. A kernel begins when all of its blocks can run at once.
+/// Whether there was room for so many blocks. A kernel begins when all of its blocks can run at once, and takes a whole multiprocessor for
+/// each of them.
 fn occupy(device: i32, blocks: usize) -> bool {
     let mut occupied = lock(&OCCUPIED);
     let occupied = occupied.entry(device).or_default();
-    let fits = *occupied + blocks <= BLOCKS;
+    let fits = *occupied + blocks <= crate::driver::multiprocessors();
     if fits {
         *occupied += blocks;
     }

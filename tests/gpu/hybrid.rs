@@ -1,0 +1,119 @@
+//! Several communicators on each GPU, as in hybrid sharding: their kernels find room at once.
+use crate::common::{Between, tiny};
+use crate::launch::{Ranks, Worker, emulated_gpus, gpus};
+use candle_core::{ModuleT, Result as CandleResult, Tensor};
+use candle_ddp::nn::{BatchNorm, sync_batch_norm};
+use candle_ddp::optim::{AdamW, Optimizer, ParamsAdamW};
+use candle_ddp::{DdpOptions, DistributedDataParallel, ProcessGroup, Result, Sharding, Unused};
+use candle_ddp_testing::Random;
+use candle_nn::{Init, VarBuilder, VarMap};
+use std::time::Duration;
+
+const STEPS: usize = 4;
+
+/// Runs the job of a rank, if it is one of these.
+pub(crate) fn run(worker: &Worker, group: impl Fn(u64) -> ProcessGroup) -> bool {
+    match worker.job.as_str() {
+        "hybrid with delays" => train(&group(40)).unwrap(),
+        "order of launches" => worker.report(&order_of_launches(&group(30))),
+        "order of messages" => worker.report(&message(&group(30))),
+        "crowd" => {
+            let pg = group(30);
+            let groups = [(); 3].map(|()| pg.new_group(&[0, 1]).unwrap().unwrap());
+            groups.iter().for_each(|group| group.barrier().unwrap());
+        }
+        _ => return false,
+    }
+    true
+}
+
+/// A model with statistics of all ranks in the middle of its backward pass, whose gradients are ready at different times: rank 1 does not use
+/// `second`, and rank 3 not `first`, so that they send its bucket at the end of their backward pass. Until then it occupies the GPU of the rank
+/// with which they have a model, next to the part that this rank adds up with its copy.
+fn train(pg: &ProcessGroup) -> Result<()> {
+    struct Net(BatchNorm, [Tensor; 3]);
+    let build = |vb: VarBuilder| -> CandleResult<Net> {
+        let parameter = |name| vb.get_with_hints((1, 3, 1, 1), name, Init::Const(2.));
+        // In the reverse of the order in which buckets are sent.
+        let (last, norm) = (parameter("last")?, sync_batch_norm(pg, 3, 1e-5, vb.pp("norm"))?);
+        let second = parameter("second")?;
+        Ok(Net(norm, [parameter("first")?, second, last]))
+    };
+    let sharding = Sharding::Optimizer { ranks: Some(2) };
+    let options = DdpOptions { sharding, unused: Unused::Allow, ..tiny() };
+    let ddp = DistributedDataParallel::with_options(pg, &VarMap::new(), build, options)?;
+    let mut optimizer = AdamW::new(&ddp, ParamsAdamW::default())?;
+    let x = Tensor::arange(0f32, 24., pg.device())?.reshape((2, 3, 2, 2))?;
+    let mut random = Random(pg.rank() as u64 + 1);
+    for step in 0..STEPS {
+        // Long enough for all that is on its way to be on the GPU.
+        let pauses = [(); 3].map(|()| Duration::from_millis(random.below(150)));
+        let [before_norm, before_second, after_norm] = match (step, pg.rank()) {
+            (1, 0) => [Duration::from_secs(2), Duration::from_millis(300), Duration::ZERO],
+            _ => pauses,
+        };
+        let pause = |duration| {
+            move || {
+                std::thread::sleep(duration);
+                Ok(())
+            }
+        };
+        let loss = ddp.call(|Net(norm, [first, second, last])| {
+            let y = x.broadcast_mul(last)?.apply_op1(Between(pause(after_norm)))?;
+            let y = norm.forward_t(&y, true)?.sin()?.apply_op1(Between(pause(before_norm)))?;
+            let y = if pg.rank() == 1 { y } else { y.broadcast_mul(second)? };
+            let y = y.apply_op1(Between(pause(before_second)))?;
+            let y = if pg.rank() == 3 { y } else { y.broadcast_mul(first)? };
+            y.sum_all()
+        })?;
+        optimizer.step(&ddp.backward(&loss)?)?;
+    }
+    pg.barrier()
+}
+
+/// The errors of all that makes a second communicator.
+fn order_of_launches(pg: &ProcessGroup) -> String {
+    let inside = pg.with_grad().map(drop).unwrap_err();
+    let sub_group = pg.new_group(&[0, 1]).map(drop).unwrap_err();
+    format!("{inside}\n{sub_group}")
+}
+
+/// A message needs a communicator too, whose thread finds out.
+fn message(pg: &ProcessGroup) -> String {
+    let tensor = Tensor::new(1f32, pg.device()).unwrap();
+    let work = if pg.rank() == 0 { pg.isend(&tensor, 1) } else { pg.irecv(&tensor, 0) };
+    work.and_then(|work| work.synchronize()).unwrap_err().to_string()
+}
+
+#[test]
+fn calls_of_several_communicators_find_room() {
+    let Some(_) = emulated_gpus("calls_of_several_communicators_find_room") else { return };
+    let variables = |_| [("EMULATED_GPUS", "4"), ("EMULATED_GPU_BLOCKS", "64")];
+    Ranks::start_with(4, "hybrid with delays", false, variables).finish();
+}
+
+#[test]
+fn an_order_of_launches_is_refused_with_a_second_communicator() {
+    let Some(_) = gpus("an_order_of_launches_is_refused_with_a_second_communicator") else { return };
+    for (job, errors) in [("order of launches", 2), ("order of messages", 1)] {
+        for report in Ranks::start_in(2, job, |_| Some(("NCCL_LAUNCH_ORDER_IMPLICIT", "1"))).finish() {
+            let named = |error: &str| error.contains("NCCL_LAUNCH_ORDER_IMPLICIT=\"1\"") && error.contains("unset it");
+            assert!(report.lines().count() == errors && report.lines().all(named), "{report}");
+        }
+    }
+}
+
+#[test]
+fn communicators_that_may_not_find_room_are_a_warning() {
+    const WARNING: &str = "NCCL's kernels of a GPU may take 64 multiprocessors at once, but it has 48";
+    let Some(_) = emulated_gpus("communicators_that_may_not_find_room_are_a_warning") else { return };
+    let start =
+        |blocks| Ranks::start_in(2, "crowd", move |_| [("EMULATED_GPU_BLOCKS", blocks), ("NCCL_MAX_CTAS", "16")]);
+    let outputs = start("48").finish_with_outputs();
+    // The third sub-group is one too many.
+    assert!(outputs[0].matches(WARNING).count() == 1 && !outputs[1].contains(WARNING), "{outputs:?}");
+    assert!(outputs[0].contains("(a group of 2 ranks: 16, a sub-group of 2 ranks: 16, a sub-group"), "{outputs:?}");
+    for output in start("64").finish_with_outputs() {
+        assert!(!output.contains("multiprocessors at once"), "{output}");
+    }
+}
