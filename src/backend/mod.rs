@@ -92,6 +92,14 @@ pub trait Communicator: Send + Sync {
     /// Returns an error for a collective that cannot be started, and the cause if the group is broken.
     fn start(&self, collective: Collective) -> Result<Work>;
 
+    /// Starts `collective` behind `after`, a call of another group on the same device: in their order, whenever `after` ends. By default,
+    /// waits for that first.
+    #[doc(hidden)]
+    fn start_after(&self, collective: Collective, after: &Work) -> Result<Work> {
+        after.wait()?;
+        self.start(collective)
+    }
+
     /// Runs `collective` and waits for it; an engine may do so on the calling thread. Gradients end here, as in
     /// [`start`](Self::start).
     ///

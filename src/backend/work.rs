@@ -1,5 +1,6 @@
 use crate::Result;
 use candle_ddp_base::debug_fields;
+use std::any::Any;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -25,6 +26,12 @@ pub trait Completion: Send + Sync {
 
     /// When execution started and finished, if known; `None` before the collective is complete.
     fn span(&self) -> Option<(Instant, Instant)> {
+        None
+    }
+
+    /// The engine's own form of the call, if it starts other calls behind it.
+    #[doc(hidden)]
+    fn as_any(&self) -> Option<&dyn Any> {
         None
     }
 }
@@ -87,6 +94,10 @@ impl Work {
     /// When execution started and finished, if known; `None` before the collective is complete.
     pub fn span(&self) -> Option<(Instant, Instant)> {
         self.0.span()
+    }
+
+    pub(crate) fn as_any(&self) -> Option<&dyn Any> {
+        self.0.as_any()
     }
 }
 

@@ -306,6 +306,20 @@ impl ProcessGroup {
         Ok(place.noting(started.map_err(|error| place.note(error))?))
     }
 
+    /// Starts a collective behind a call of another group, whenever that ends, if the engine [can](Self::starts_behind).
+    #[track_caller]
+    pub(crate) fn start_after(&self, collective: Collective, after: &Work) -> Result<Work> {
+        graph::check(self.rank(), &collective)?;
+        let place = &self.0.place;
+        let start = || self.0.communicator.start_after(collective, after);
+        Ok(place.noting(CallSite::during(Location::caller(), start).map_err(|error| place.note(error))?))
+    }
+
+    /// Whether a call can be started behind one of another group, which then need not have ended.
+    pub(crate) fn starts_behind(&self) -> bool {
+        self.backend() == Backend::Nccl
+    }
+
     /// Runs any collective. The methods named after the collectives are easier to read.
     #[track_caller]
     pub(crate) fn run(&self, collective: Collective) -> Result<()> {

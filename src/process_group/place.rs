@@ -5,6 +5,7 @@ use crate::backend::{Communicator, Completion, Work};
 use crate::error::{Failure, RankError};
 use crate::{Error, Result};
 use candle_ddp_engine::standing::Membership;
+use std::any::Any;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -207,5 +208,9 @@ impl Completion for Noting {
 
     fn span(&self) -> Option<(Instant, Instant)> {
         self.work.span()
+    }
+
+    fn as_any(&self) -> Option<&dyn Any> {
+        self.work.as_any()
     }
 }

@@ -1,20 +1,34 @@
-//! Several communicators on each GPU, as in hybrid sharding: their kernels find room at once.
-use crate::common::{Between, tiny};
+//! Hybrid sharding, whose calls go over several communicators of each GPU: their kernels find room at once, and the order in which they are
+//! started depends on the program alone.
+use crate::common::{Between, assert_close, floats, tiny};
 use crate::launch::{Ranks, Worker, emulated_gpus, gpus};
 use candle_core::{ModuleT, Result as CandleResult, Tensor};
 use candle_ddp::nn::{BatchNorm, sync_batch_norm};
-use candle_ddp::optim::{AdamW, Optimizer, ParamsAdamW};
-use candle_ddp::{DdpOptions, DistributedDataParallel, ProcessGroup, Result, Sharding, Unused};
+use candle_ddp::optim::{Optimizer, ParamsSgd, Sgd};
+use candle_ddp::{DdpOptions, DistributedDataParallel, ProcessGroup, Result, Sharding, Unused, spawn};
 use candle_ddp_testing::Random;
 use candle_nn::{Init, VarBuilder, VarMap};
-use std::time::Duration;
+use serde_json::Value;
+use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
 
 const STEPS: usize = 4;
+/// Set if rank 3 ends in the middle of a backward pass.
+const DIES: &str = "CANDLE_DDP_TEST_DIES";
 
 /// Runs the job of a rank, if it is one of these.
 pub(crate) fn run(worker: &Worker, group: impl Fn(u64) -> ProcessGroup) -> bool {
     match worker.job.as_str() {
-        "hybrid with delays" => train(&group(40)).unwrap(),
+        "hybrid with delays" => {
+            let pg = group(40);
+            let (values, calls) = train(&pg, || calls(worker, &pg)).unwrap();
+            worker.report(&format!("{values:?}\n{calls}"));
+        }
+        "death of a copy" => {
+            let pg = group(200);
+            let error = train(&pg, || Ok(String::new())).map(drop).unwrap_err();
+            worker.report(&error.to_string());
+        }
         "order of launches" => worker.report(&order_of_launches(&group(30))),
         "order of messages" => worker.report(&message(&group(30))),
         "crowd" => {
@@ -30,7 +44,7 @@ pub(crate) fn run(worker: &Worker, group: impl Fn(u64) -> ProcessGroup) -> bool 
 /// A model with statistics of all ranks in the middle of its backward pass, whose gradients are ready at different times: rank 1 does not use
 /// `second`, and rank 3 not `first`, so that they send its bucket at the end of their backward pass. Until then it occupies the GPU of the rank
 /// with which they have a model, next to the part that this rank adds up with its copy.
-fn train(pg: &ProcessGroup) -> Result<()> {
+fn train(pg: &ProcessGroup, calls: impl FnOnce() -> Result<String>) -> Result<(Vec<f32>, String)> {
     struct Net(BatchNorm, [Tensor; 3]);
     let build = |vb: VarBuilder| -> CandleResult<Net> {
         let parameter = |name| vb.get_with_hints((1, 3, 1, 1), name, Init::Const(2.));
@@ -42,7 +56,7 @@ fn train(pg: &ProcessGroup) -> Result<()> {
     let sharding = Sharding::Optimizer { ranks: Some(2) };
     let options = DdpOptions { sharding, unused: Unused::Allow, ..tiny() };
     let ddp = DistributedDataParallel::with_options(pg, &VarMap::new(), build, options)?;
-    let mut optimizer = AdamW::new(&ddp, ParamsAdamW::default())?;
+    let mut optimizer = Sgd::new(&ddp, ParamsSgd { lr: 0.01, ..Default::default() })?;
     let x = Tensor::arange(0f32, 24., pg.device())?.reshape((2, 3, 2, 2))?;
     let mut random = Random(pg.rank() as u64 + 1);
     for step in 0..STEPS {
@@ -52,9 +66,13 @@ fn train(pg: &ProcessGroup) -> Result<()> {
             (1, 0) => [Duration::from_secs(2), Duration::from_millis(300), Duration::ZERO],
             _ => pauses,
         };
+        let dies = step == 1 && pg.rank() == 3 && std::env::var_os(DIES).is_some();
         let pause = |duration| {
             move || {
                 std::thread::sleep(duration);
+                if dies {
+                    std::process::exit(0);
+                }
                 Ok(())
             }
         };
@@ -68,7 +86,20 @@ fn train(pg: &ProcessGroup) -> Result<()> {
         })?;
         optimizer.step(&ddp.backward(&loss)?)?;
     }
-    pg.barrier()
+    pg.barrier()?;
+    Ok((ddp.parameters().iter().flat_map(|var| floats(var)).collect(), calls()?))
+}
+
+#[test]
+fn a_call_behind_one_of_a_group_that_fails_ends() {
+    let Some(_) = emulated_gpus("a_call_behind_one_of_a_group_that_fails_ends") else { return };
+    let begin = Instant::now();
+    let mut ranks = Ranks::start_with(4, "death of a copy", false, |_| [("EMULATED_GPUS", "4"), (DIES, "1")]);
+    for report in ranks.reports(&[0, 1, 2]) {
+        assert!(report.contains("rank 3"), "{report}");
+    }
+    // Far from the time-out.
+    assert!(begin.elapsed() < Duration::from_secs(100), "{:?}", begin.elapsed());
 }
 
 /// The errors of all that makes a second communicator.
@@ -85,11 +116,39 @@ fn message(pg: &ProcessGroup) -> String {
     work.and_then(|work| work.synchronize()).unwrap_err().to_string()
 }
 
+/// The calls that this rank has started in the groups of two ranks, in their order. The order of all its calls may differ from other ranks',
+/// since ranks that lack a gradient send its bucket later.
+fn calls(worker: &Worker, pg: &ProcessGroup) -> Result<String> {
+    let path = pg.write_flight_record(&worker.traces())?;
+    let record: Value = serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap();
+    let mut calls = BTreeMap::new();
+    for group in record["groups"].as_array().unwrap() {
+        let name = match group["ranks"].as_array().unwrap()[..] {
+            [ref first, ref second] if first.as_u64().unwrap() + 1 == second.as_u64().unwrap() => "within",
+            [_, _] => "across",
+            _ => continue,
+        };
+        for call in group["calls"].as_array().unwrap() {
+            let time = call["scheduled_ns"].as_u64().unwrap();
+            calls.insert(time, format!("{name}: {} for {}", call["operation"], call["label"]));
+        }
+    }
+    Ok(calls.into_values().collect::<Vec<_>>().join("\n"))
+}
+
 #[test]
-fn calls_of_several_communicators_find_room() {
-    let Some(_) = emulated_gpus("calls_of_several_communicators_find_room") else { return };
+fn calls_of_several_communicators_find_room_and_have_one_order() {
+    let Some(_) = emulated_gpus("calls_of_several_communicators_find_room_and_have_one_order") else { return };
     let variables = |_| [("EMULATED_GPUS", "4"), ("EMULATED_GPU_BLOCKS", "64")];
-    Ranks::start_with(4, "hybrid with delays", false, variables).finish();
+    let reports = Ranks::start_with(4, "hybrid with delays", false, variables).finish();
+    let sent = |report: &String| report.matches("across: \"all_reduce\" for \"the gradients").count();
+    assert_eq!(sent(&reports[0]), 5 * STEPS, "{}", reports[0]);
+    let expected = spawn(4, |pg| train(&pg, || Ok(String::new()))).unwrap();
+    for (report, (expected, _)) in reports.iter().zip(&expected) {
+        assert!(*report == reports[0], "{report}\n\nand on rank 0\n{}", reports[0]);
+        let values: Vec<f32> = serde_json::from_str(report.lines().next().unwrap()).unwrap();
+        assert_close(&values, expected, 1e-5, "a hybrid model");
+    }
 }
 
 #[test]

@@ -6,7 +6,7 @@ use super::prepared::Prepared;
 use super::status::Status;
 use super::stream::{Done, Event, Streams};
 use super::threads::spawn;
-use super::work::NcclWork;
+use super::work::{Behind, NcclWork};
 use super::{cuda_error, cuda_failure};
 use crate::error::Failure;
 use crate::panic::{lock, wait};
@@ -19,6 +19,7 @@ use std::time::{Duration, Instant};
 pub(super) struct Job {
     pub(super) prepared: Prepared,
     pub(super) ready: Event,
+    pub(super) behind: Option<Behind>,
     pub(super) work: Arc<NcclWork>,
 }
 
@@ -62,6 +63,9 @@ impl CommStream {
         let Some(Open { comm, stranded, .. }) = open.as_mut() else { return Err(gone(group)) };
         self.streams.bind().map_err(cuda_failure)?;
         self.streams.after(&job.ready).map_err(cuda_failure)?;
+        if let Some(mark) = job.behind.as_ref().and_then(|behind| behind.done.mark()) {
+            self.streams.after(mark).map_err(cuda_failure)?;
+        }
         self.streams.begin(&job.work.done).map_err(cuda_failure)?;
         // SAFETY: the work has the tensors, and lets go of them behind its fence.
         let launched = match unsafe { job.prepared.start(comm, self.streams.target()) } {

@@ -11,7 +11,7 @@ use super::prepared::{Member, Prepared};
 use super::stream::{Clock, Done, Streams};
 use super::threads::{join_until, spawn};
 use super::wait::cancellation_check;
-use super::work::{NcclWork, Shared};
+use super::work::{Behind, NcclWork, Shared};
 use super::{NcclOptions, batch, cuda_failure, device};
 use crate::backend::batch::check_batch;
 use crate::backend::check::{check, on_device};
@@ -30,6 +30,7 @@ use candle_ddp_engine::standing::Membership;
 use candle_ddp_engine::{Call, Channel};
 use cudarc::driver::CudaSlice;
 use cudarc::nccl::sys::ncclDataType_t;
+use std::any::Any;
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::fmt::Display;
@@ -204,15 +205,31 @@ impl NcclCommunicator {
         })
     }
 
-    fn start_collective(&self, call: Call, collective: Collective) -> Result<Arc<NcclWork>> {
+    fn start_behind(&self, collective: Collective, behind: Option<Behind>) -> Result<Work> {
+        let DeviceGroup { rank, world_size, .. } = *self.group;
+        let (call, channel) = check(rank, world_size, &|tensor| on_device(tensor, &self.device), &collective)?;
+        let work = match channel {
+            Channel::Collectives => self.start_collective(call, collective, behind)?,
+            message => self.start_message(message, call, collective)?,
+        };
+        Ok(Work::new(Shared(work)))
+    }
+
+    fn start_collective(&self, call: Call, collective: Collective, behind: Option<Behind>) -> Result<Arc<NcclWork>> {
         let prepared = self.prepare(&collective)?;
         let blocks_host = matches!(collective, Collective::Barrier);
         let work = self.work(call, tensors(&collective), self.comm_stream.streams.clone(), blocks_host);
-        self.launch(&[(call, Channel::Collectives)], prepared, work)
+        self.launch(&[(call, Channel::Collectives)], prepared, behind, work)
     }
 
     /// Puts calls that NCCL runs as one kernel behind the collectives: `work` is that of all.
-    fn launch(&self, calls: &[(Call, Channel)], prepared: Prepared, work: Arc<NcclWork>) -> Result<Arc<NcclWork>> {
+    fn launch(
+        &self,
+        calls: &[(Call, Channel)],
+        prepared: Prepared,
+        behind: Option<Behind>,
+        work: Arc<NcclWork>,
+    ) -> Result<Arc<NcclWork>> {
         // Before the lock is taken, for which an abort would wait: both streams may be full.
         self.group.await_room(MOST_IN_FLIGHT)?;
         let preparing = self.group.prepare();
@@ -223,7 +240,7 @@ impl NcclCommunicator {
             let fence: Arc<dyn Fence> = work.done.clone();
             self.group.begin_together(calls, &fence)?;
             marked.and_then(|ready| {
-                let job = Job { prepared, ready, work: work.clone() };
+                let job = Job { prepared, ready, behind, work: work.clone() };
                 match &self.launcher {
                     Some(launcher) => launcher.push(job),
                     None => {
@@ -251,7 +268,7 @@ impl NcclCommunicator {
         work.done.set_prepared(&preparing);
         self.group.begin(channel, call, work.done.clone())?;
         let ready = pair.streams.mark().map_err(|error| WaitError::Nccl(cuda_failure(error)).end_group(&self.group))?;
-        pair.launcher.push(Job { prepared, ready, work: work.clone() });
+        pair.launcher.push(Job { prepared, ready, behind: None, work: work.clone() });
         Ok(work)
     }
 
@@ -340,13 +357,16 @@ impl Communicator for NcclCommunicator {
     }
 
     fn start(&self, collective: Collective) -> Result<Work> {
-        let DeviceGroup { rank, world_size, .. } = *self.group;
-        let (call, channel) = check(rank, world_size, &|tensor| on_device(tensor, &self.device), &collective)?;
-        let work = match channel {
-            Channel::Collectives => self.start_collective(call, collective)?,
-            message => self.start_message(message, call, collective)?,
-        };
-        Ok(Work::new(Shared(work)))
+        self.start_behind(collective, None)
+    }
+
+    fn start_after(&self, collective: Collective, after: &Work) -> Result<Work> {
+        let own = after.as_any().and_then(<dyn Any>::downcast_ref::<Shared>);
+        if let Some(shared) = own.filter(|_| self.launcher.is_some()) {
+            return self.start_behind(collective, Some(shared.behind()));
+        }
+        after.wait()?;
+        self.start(collective)
     }
 
     fn start_batch(&self, batch: Vec<P2pOp>) -> Result<Work> {
@@ -356,7 +376,7 @@ impl Communicator for NcclCommunicator {
         let prepared = batch::prepare(&batch)?;
         let tensors = batch.iter().map(|message| message.tensor().clone()).collect();
         let work = self.work(*first, tensors, self.comm_stream.streams.clone(), false);
-        Ok(Work::new(Shared(self.launch(&calls, prepared, work)?)))
+        Ok(Work::new(Shared(self.launch(&calls, prepared, None, work)?)))
     }
 
     fn measure_spans(&self) -> Result<()> {

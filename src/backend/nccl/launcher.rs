@@ -6,7 +6,7 @@
 use super::comm::WaitError;
 use super::comm_stream::{CommStream, Job};
 use super::threads::{join_until, spawn};
-use super::work::NcclWork;
+use super::work::{Behind, NcclWork};
 use crate::Result;
 use crate::backend::Completion;
 use crate::panic::lock;
@@ -44,6 +44,11 @@ impl Launcher {
                 Err(error) => return drop(error.end_group(&own_group)),
             };
             for job in queue {
+                let behind = job.behind.as_ref().map_or(Ok(()), Behind::await_launch);
+                if behind.is_err() {
+                    // A part of the same model has failed, which ends this group too.
+                    return comm_stream.await_end();
+                }
                 if let Err(error) = comm_stream.launch(&own_group, &job) {
                     error.end_group(&own_group);
                     return comm_stream.await_end();

@@ -3,9 +3,11 @@ use super::status::NcclFailure;
 use super::stream::{Done, Streams};
 use crate::Result;
 use crate::backend::Completion;
+use crate::error::Failure;
 use candle_core::Tensor;
 use candle_ddp_engine::Call;
 use candle_ddp_engine::device_group::{DeviceGroup, Fence};
+use std::any::Any;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -42,6 +44,19 @@ impl NcclWork {
 
     fn is_over(&self) -> Result<bool> {
         self.done.is_over().map_err(|reason| self.failed(&reason))
+    }
+}
+
+/// A call of another group, behind which a call is to run. It holds no tensors.
+pub(super) struct Behind {
+    group: Arc<DeviceGroup>,
+    pub(super) done: Arc<Done>,
+}
+
+impl Behind {
+    /// Waits until the call is on its stream, or its group has failed.
+    pub(super) fn await_launch(&self) -> std::result::Result<(), Failure> {
+        self.group.wait_for(|| self.done.mark().map(drop))
     }
 }
 
@@ -100,6 +115,13 @@ impl Drop for NcclWork {
 /// A work shared with the thread that starts it.
 pub(super) struct Shared(pub(super) Arc<NcclWork>);
 
+impl Shared {
+    pub(super) fn behind(&self) -> Behind {
+        let NcclWork { group, done, .. } = &*self.0;
+        Behind { group: Arc::clone(group), done: Arc::clone(done) }
+    }
+}
+
 impl Completion for Shared {
     fn wait(&self) -> Result<()> {
         self.0.wait()
@@ -115,5 +137,9 @@ impl Completion for Shared {
 
     fn span(&self) -> Option<(Instant, Instant)> {
         self.0.span()
+    }
+
+    fn as_any(&self) -> Option<&dyn Any> {
+        Some(self)
     }
 }

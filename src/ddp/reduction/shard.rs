@@ -1,6 +1,6 @@
 //! Reduction under ZeRO: each rank gets only the mean of its own part of each bucket, whose memory is then free for another one.
 use super::tree::TreeReduction;
-use crate::backend::{Label, Work};
+use crate::backend::{Collective, Label, Work};
 use crate::ddp::buckets::bucket::{Bucket, Message};
 use crate::ddp::buckets::groups::Groups;
 use crate::ddp::buckets::plan::ParameterInfo;
@@ -220,6 +220,11 @@ impl ShardReduction {
             copy::assign(&[Assignment { destination: &here, source: own, factor: 1., accumulate: true }])?;
         }
         let work = self.within.reduce_scatter_async(own, parts, ReduceOp::Sum)?;
+        if let Some(across) = self.across.as_ref().filter(|across| self.is_last && across.starts_behind()) {
+            // When this rank sees the end of its reduce-scatter depends on time, and ranks must not launch calls in an order that does.
+            let sum = Collective::AllReduce { tensor: own.clone(), op: ReduceOp::Sum };
+            self.adding_up.push((number, across.start_after(sum, &work)?));
+        }
         self.in_flight.push_back((number, work));
         Ok(())
     }
@@ -268,7 +273,7 @@ impl ShardReduction {
         if let Some(storage) = buckets[number].vacate()? {
             self.memory.give_back(storage);
         }
-        if let Some(across) = self.across.as_ref().filter(|_| self.is_last) {
+        if let Some(across) = self.across.as_ref().filter(|across| self.is_last && !across.starts_behind()) {
             // All ranks receive the buckets in the same order.
             let own = &self.shards[number].own;
             let work = buckets[number].label.during(|| across.all_reduce_async(own, ReduceOp::Sum))?;
