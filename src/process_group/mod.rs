@@ -43,7 +43,7 @@ pub(crate) use stop::Stop;
 pub use stop::StopSignals;
 pub use with_grad::WithGrad;
 
-use crate::backend::{CallSite, Collective, Communicator, Construction, Work};
+use crate::backend::{CallSite, Collective, Communicator, Construction, Role, Work};
 use crate::error::Failure;
 use crate::flight_recorder::Recording;
 use crate::panic::lock;
@@ -133,7 +133,7 @@ struct Inner {
     barriers: AtomicU64,
     /// The join that this rank is in.
     join: Mutex<Option<Arc<Join>>>,
-    companion: Mutex<Option<ProcessGroup>>,
+    companions: Mutex<BTreeMap<Role, ProcessGroup>>,
     cpu: Mutex<Option<ProcessGroup>>,
     /// Whether the program itself has ended the group.
     was_aborted: AtomicBool,
@@ -186,7 +186,7 @@ impl ProcessGroup {
             subgroups: AtomicU64::new(0),
             barriers: AtomicU64::new(0),
             join: Mutex::default(),
-            companion: Mutex::default(),
+            companions: Mutex::default(),
             cpu: Mutex::default(),
             was_aborted: AtomicBool::new(false),
             speeds: Mutex::default(),

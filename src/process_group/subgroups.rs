@@ -91,13 +91,27 @@ impl ProcessGroup {
     /// same order. All layers share it. The first call creates it and waits for all other ranks; it ends with this
     /// group.
     pub(crate) fn companion(&self) -> Result<Self> {
+        self.companion_for(Role::Companion)
+    }
+
+    /// The companion that gathers blocks of sharded models: over NCCL another one, since these kernels need more of the GPU.
+    pub(crate) fn gathers(&self) -> Result<Self> {
+        self.companion_for(if self.backend() == Backend::Nccl { Role::Gathers } else { Role::Companion })
+    }
+
+    fn companion_for(&self, role: Role) -> Result<Self> {
         HAS_COMPANIONS.store(true, Ordering::Relaxed);
-        let mut companion = lock(&self.0.companion);
-        if let Some(companion) = &*companion {
+        let mut companions = lock(&self.0.companions);
+        if let Some(companion) = companions.get(&role) {
             return Ok(companion.clone());
         }
-        let place = self.0.place.part(("companion", "the companion of"));
-        Ok(companion.insert(self.duplicate("companion", place)?.listed()).clone())
+        let names = match role {
+            Role::Gathers => ("gathers", "the gathers of"),
+            _ => ("companion", "the companion of"),
+        };
+        let companion = self.duplicate(role, names.0, self.0.place.part(names))?.listed();
+        companions.insert(role, companion.clone());
+        Ok(companion)
     }
 
     /// Whether a group of this process has had a companion: a backward pass may then wait for other ranks.
@@ -106,11 +120,12 @@ impl ProcessGroup {
     }
 
     /// A second group of the same ranks over the same engine, whose keys have the given `prefix`.
-    fn duplicate(&self, prefix: &str, place: Place) -> Result<Self> {
+    fn duplicate(&self, role: Role, prefix: &str, place: Place) -> Result<Self> {
         let store: Arc<dyn Store> = Arc::new(PrefixStore::new(prefix, Arc::clone(&self.0.store)));
         let settings = self.0.settings.clone();
-        let recording = self.recording_of(prefix, &self.all_ranks());
-        let duplicate = self.0.communicator.duplicate(engine::engine_store(&store, &settings));
+        let ranks = self.all_ranks();
+        let recording = self.recording_of(prefix, &ranks);
+        let duplicate = self.0.communicator.make(role, &ranks, engine::engine_store(&store, &settings));
         let made = duplicate.and_then(|split| self.member(split, &store, &place, recording.as_ref()));
         let Some(made) = made.map_err(|error| self.note_of(&place, error))? else {
             let reason = "Communicator::duplicate must make an engine for every rank".to_string();
@@ -152,7 +167,7 @@ impl ProcessGroup {
             self.0.place.split(names, &self.all_ranks(), self.rank()).outliving()
         };
         if self.backend() == Backend::Custom && self.device().is_cpu() {
-            match self.duplicate(&prefix, place()) {
+            match self.duplicate(Role::Companion, &prefix, place()) {
                 // An engine that makes no further groups.
                 Err(Error::Unavailable { .. }) => {}
                 made => return made,

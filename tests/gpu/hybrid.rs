@@ -2,10 +2,10 @@
 //! started depends on the program alone.
 use crate::common::{Between, assert_close, floats, tiny};
 use crate::launch::{Ranks, Worker, emulated_gpus, gpus};
-use candle_core::{ModuleT, Result as CandleResult, Tensor};
-use candle_ddp::nn::{BatchNorm, sync_batch_norm};
+use candle_core::{DType, Module, ModuleT, Result as CandleResult, Tensor};
+use candle_ddp::nn::{BatchNorm, linear, sync_batch_norm};
 use candle_ddp::optim::{Optimizer, ParamsSgd, Sgd};
-use candle_ddp::{DdpOptions, DistributedDataParallel, ProcessGroup, Result, Sharding, Unused, spawn};
+use candle_ddp::{DdpOptions, DistributedDataParallel, ProcessGroup, ReduceOp, Result, Sharding, Unused, block, spawn};
 use candle_ddp_testing::Random;
 use candle_nn::{Init, VarBuilder, VarMap};
 use serde_json::Value;
@@ -24,6 +24,7 @@ pub(crate) fn run(worker: &Worker, group: impl Fn(u64) -> ProcessGroup) -> bool 
             let (values, calls) = train(&pg, || calls(worker, &pg)).unwrap();
             worker.report(&format!("{values:?}\n{calls}"));
         }
+        "limits" => limits(&group(30)).unwrap(),
         "death of a copy" => {
             let pg = group(200);
             let error = train(&pg, || Ok(String::new())).map(drop).unwrap_err();
@@ -88,6 +89,36 @@ fn train(pg: &ProcessGroup, calls: impl FnOnce() -> Result<String>) -> Result<(V
     }
     pg.barrier()?;
     Ok((ddp.parameters().iter().flat_map(|var| floats(var)).collect(), calls()?))
+}
+
+/// Has all communicators of a model.
+fn limits(pg: &ProcessGroup) -> Result<()> {
+    let sharding = Sharding::Blocks { reshard_after_forward: true, ranks: Some(2) };
+    let options = DdpOptions { sharding, ..Default::default() };
+    let build = |vb: VarBuilder<'static>| block(vb.pp("block"), |vb| linear(4, 4, vb));
+    let ddp = DistributedDataParallel::with_options(pg, &VarMap::new(), build, options)?;
+    let x = pg.with_grad()?.all_reduce(&Tensor::ones((1, 4), DType::F32, pg.device())?, ReduceOp::Sum)?;
+    ddp.call(|block| block.forward(&x))?;
+    pg.barrier()
+}
+
+#[test]
+fn communicators_have_the_limits_of_their_roles() {
+    let Some(_) = emulated_gpus("communicators_have_the_limits_of_their_roles") else { return };
+    for (multiprocessors, expected) in [("132", [16, 16, 32, 4, 32]), ("64", [4, 8, 16, 4, 32])] {
+        let variables = |_| [("EMULATED_GPUS", "4"), ("EMULATED_GPU_BLOCKS", multiprocessors), ("NCCL_DEBUG", "INFO")];
+        for output in Ranks::start_with(4, "limits", false, variables).finish_with_outputs() {
+            let after = |line: &str, word| -> u32 {
+                let mut words = line.split(' ').skip_while(|other| *other != word);
+                words.nth(1).unwrap().parse().unwrap()
+            };
+            let begun = output.lines().filter(|line| line.ends_with("Init COMPLETE"));
+            let mut found: Vec<_> = begun.map(|line| (after(line, "nranks"), after(line, "maxCTAs"))).collect();
+            found.sort_unstable();
+            let sizes = [2, 2, 2, 4, 4];
+            assert_eq!(found, sizes.into_iter().zip(expected).collect::<Vec<_>>(), "{output}");
+        }
+    }
 }
 
 #[test]

@@ -14,7 +14,8 @@ pub struct NcclOptions {
     /// true (PyTorch's `is_high_priority_stream` is false).
     pub high_priority: bool,
     /// The least number of blocks of NCCL's kernels, each of which occupies a multiprocessor, except in `SyncBatchNorm`,
-    /// [`with_grad`](crate::ProcessGroup::with_grad) and messages. Default: NCCL chooses.
+    /// [`with_grad`](crate::ProcessGroup::with_grad) and messages. More than 16 give the gathers of sharded blocks more than these.
+    /// Default: NCCL chooses.
     pub min_ctas: Option<u32>,
     /// The greatest number of blocks of NCCL's kernels. Fewer leave more of the GPU to the backward pass. Default: NCCL chooses, within
     /// limits with which the kernels of all groups find room at once.

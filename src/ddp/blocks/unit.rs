@@ -148,7 +148,7 @@ impl Unit {
 impl Units {
     /// Every rank must call it.
     pub(super) fn new(group: &ProcessGroup, reshard_after_forward: bool) -> Result<Arc<Self>> {
-        let group = if group.world_size() > 1 { group.companion()? } else { group.clone() };
+        let group = if group.world_size() > 1 { group.gathers()? } else { group.clone() };
         Ok(Arc::new(Self { reshard_after_forward, group, all: Mutex::default(), flow: Mutex::default() }))
     }
 
