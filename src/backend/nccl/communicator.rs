@@ -41,7 +41,7 @@ use std::time::{Duration, Instant};
 
 /// How long the end of a group waits for the other ranks of this host, since NCCL lets them leave together.
 const LEAVING: Duration = Duration::from_secs(10);
-/// Calls on the stream of the collectives. A stream has room for about a thousand entries, and a call takes four.
+/// Calls on the stream of the collectives. A stream has room for about a thousand entries, and a call takes five at most.
 const MOST_IN_FLIGHT: usize = 192;
 /// How long dropping a communicator waits for its threads, and then for the end of NCCL's communicators. Both should
 /// end at once, but may hang in NCCL or in the store.

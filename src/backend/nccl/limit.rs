@@ -125,6 +125,7 @@ impl Room {
         *next += 1;
         all.push(Living { number, device, limit, world_size, blocks });
         let warning = crowd(all.iter().filter(|other| other.device == device), multiprocessors);
+        drop(living);
         if let Some(warning) = warning.filter(|_| rank == 0) {
             SAID.call_once(|| warn_aloud(format_args!("{warning}")));
         }
@@ -152,7 +153,7 @@ fn crowd<'a>(living: impl Iterator<Item = &'a Living>, multiprocessors: u32) -> 
         .collect();
     Some(format!(
         "NCCL's kernels of a GPU may take {sum} multiprocessors at once, but it has {multiprocessors}: if ranks use these groups at the same time, \
-         in different orders, they may wait for each other for ever. Make fewer groups, or set NcclOptions::max_ctas to {each} ({})",
+         in different orders, they may wait for each other for ever. Make fewer groups, or set NcclOptions::max_ctas, or {MOST}, which counts more, to {each} ({})",
         names.join(", ")
     ))
 }
@@ -221,7 +222,7 @@ mod tests {
         let warning = crowd(all.iter(), 64).unwrap();
         let named = "(a group of 4 ranks: 32, a sub-group of 2 ranks: 32, messages of 2 ranks: 4)";
         assert!(
-            warning.contains("68 multiprocessors at once, but it has 64") && warning.contains("max_ctas to 21"),
+            warning.contains("68 multiprocessors at once, but it has 64") && warning.contains("to 21 ("),
             "{warning}"
         );
         assert!(warning.ends_with(named), "{warning}");

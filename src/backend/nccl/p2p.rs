@@ -69,8 +69,8 @@ impl Pair {
         let mut check = || self.group.failure().map_or(Ok(()), Err);
         let ctas = Ctas::new(&self.options, Limit::Messages, self.multiprocessors);
         let comm = Comm::connect(&id, usize::from(!sends), 2, &self.options, ctas, &mut check)?;
-        let place = [self.group.rank, self.group.world_size];
-        let room = Room::take(self.streams.device(), place, (Limit::Messages, ctas), self.multiprocessors);
+        let room =
+            Room::take(self.streams.device(), [self.group.rank, 2], (Limit::Messages, ctas), self.multiprocessors);
         let comm_stream = Arc::new(CommStream::new(comm, room, self.streams.clone()));
         self.comm_streams.add(self.from, self.to, Arc::clone(&comm_stream))?;
         Ok(comm_stream)
