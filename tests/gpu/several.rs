@@ -16,6 +16,7 @@ use std::time::Duration;
 /// Runs the job of a rank, if it is one of these.
 pub(crate) fn run(worker: &Worker, group: impl Fn(u64) -> ProcessGroup) -> bool {
     match worker.job.as_str() {
+        "end of a barrier" => group(30).barrier().unwrap(),
         "end" => end(&group(30)),
         "broken links" => worker.report(&until_an_error(worker)),
         "first pass" => first_pass(&group(30)).unwrap(),
@@ -206,6 +207,20 @@ fn nccl_gets_its_options() {
     for report in Ranks::start_in(2, "unknown network", version("22605")).finish() {
         assert!(report.contains("Carrier pigeon"), "{report}");
     }
+}
+
+#[test]
+fn kernels_that_may_be_loaded_late_are_a_warning() {
+    let Some(_) = gpus("kernels_that_may_be_loaded_late_are_a_warning") else { return };
+    let warned = |world_size, loading| {
+        let outputs = Ranks::start_in(world_size, "end of a barrier", |_| Some(("CUDA_MODULE_LOADING", loading)));
+        outputs
+            .finish_with_outputs()
+            .iter()
+            .map(|output| output.matches("CUDA_MODULE_LOADING is").count())
+            .sum::<usize>()
+    };
+    assert_eq!([warned(2, "LAZY"), warned(2, "EAGER"), warned(1, "LAZY")], [1, 0, 0]);
 }
 
 #[test]

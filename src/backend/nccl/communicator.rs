@@ -149,6 +149,9 @@ impl NcclCommunicator {
         {
             warn_aloud(format_args!("{difference}"));
         }
+        if rank == 0 && world_size > 1 {
+            device::warn_of_loading();
+        }
         let lost_after = options.lost_after.unwrap_or_else(|| identity::lost_after(&identities));
         // All ranks take part, or none.
         let tests_links = identities.iter().all(|identity| identity.tests_links);

@@ -1,8 +1,10 @@
 //! Chooses a rank's GPU.
+use crate::warnings::warn_aloud;
 use crate::{Error, Result, rendezvous};
 use candle_core::{Device, DeviceLocation};
 use candle_ddp_env::PROCESS;
 use cudarc::driver::CudaContext;
+use std::sync::Once;
 
 /// Allows several ranks on one GPU, for tests on a machine that has only one.
 const ALLOW_SHARED: &str = "CANDLE_DDP_ALLOW_SHARED_GPU";
@@ -12,6 +14,8 @@ const NCCL_ALLOW_SHARED: &str = "NCCL_MULTI_RANK_GPU_ENABLE";
 const QUEUES: &str = "CUDA_DEVICE_MAX_CONNECTIONS";
 /// How many there are by default.
 const DEFAULT_QUEUES: u64 = 8;
+/// CUDA's variable for the time at which kernels are loaded.
+const LOADING: &str = "CUDA_MODULE_LOADING";
 const VISIBLE: &str = "CUDA_VISIBLE_DEVICES";
 
 /// Returns the number of GPUs that this process sees, which `CUDA_VISIBLE_DEVICES` may limit.
@@ -86,6 +90,26 @@ pub(super) fn check_queues() -> Result<()> {
     PROCESS.number(QUEUES)?.filter(|count| *count < DEFAULT_QUEUES).map_or(Ok(()), |count| Err(few(count).into()))
 }
 
+/// Warns once if kernels are loaded at their first use. The driver may then wait for a collective in flight, which waits for another rank,
+/// and that rank for this one's next call.
+pub(super) fn warn_of_loading() {
+    static SAID: Once = Once::new();
+    if let Some(warning) = late_loading(PROCESS.raw(LOADING).as_deref()) {
+        SAID.call_once(|| warn_aloud(format_args!("{warning}")));
+    }
+}
+
+fn late_loading(value: Option<&str>) -> Option<String> {
+    let eager = value.is_some_and(|value| value.trim() == "EAGER");
+    let found = value.map_or("is unset".to_string(), |value| format!("is {value:?}"));
+    (!eager).then(|| {
+        format!(
+            "{LOADING} {found}: a GPU kernel that is first used after the first pass, as in an evaluation, is loaded then, which may hang while \
+             a collective waits for another rank. Set {LOADING}=EAGER for all ranks, as ddprun does"
+        )
+    })
+}
+
 fn choose(count: usize, visible: Option<&str>, local_rank: usize, shared: bool) -> Result<usize> {
     if local_rank < count {
         return Ok(local_rank);
@@ -136,6 +160,17 @@ mod tests {
         }
         assert!(choose(1, None, 1, false).is_err());
         assert_eq!(choose(2, None, 5, true).unwrap(), 1);
+    }
+
+    #[test]
+    fn kernels_that_are_loaded_late_are_a_warning() {
+        assert_eq!(late_loading(Some(" EAGER\n")), None);
+        for (value, found) in
+            [(None, "CUDA_MODULE_LOADING is unset"), (Some("LAZY"), "CUDA_MODULE_LOADING is \"LAZY\"")]
+        {
+            let warning = late_loading(value).unwrap();
+            assert!(warning.starts_with(found) && warning.contains("Set CUDA_MODULE_LOADING=EAGER"), "{warning}");
+        }
     }
 
     #[test]

@@ -40,9 +40,9 @@ pub(super) const ROWS: &[Row] = &[
         names: &["CUDA_MODULE_LOADING"],
         kind: Choice(&["EAGER", "LAZY"]),
         set_by: "`ddprun`, you",
-        read_by: "CUDA",
+        read_by: "CUDA, candle-ddp",
         meaning: "`EAGER`: libraries load their GPU kernels at the start. Loading one later may wait for a collective that waits for another rank",
-        default: "`ddprun` sets `EAGER`; CUDA's default is `LAZY`",
+        default: "`ddprun` sets `EAGER`; CUDA's default is `LAZY`, with which several ranks on GPUs get a warning",
     },
     Row {
         names: &["CUDA_DEVICE_MAX_CONNECTIONS"],
