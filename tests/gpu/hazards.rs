@@ -454,7 +454,9 @@ fn ranks_that_are_threads_of_one_process_are_refused() {
 #[test]
 fn blocking_communicators_and_invalid_settings_are_refused() {
     let Some(_) = gpus("blocking_communicators_and_invalid_settings_are_refused") else { return };
-    for variable in [("NCCL_COMM_BLOCKING", "1"), ("CANDLE_DDP_ABORT_TIMEOUT", "5 min")] {
+    for variable in
+        [("NCCL_COMM_BLOCKING", "1"), ("CANDLE_DDP_ABORT_TIMEOUT", "5 min"), ("CANDLE_DDP_NCCL_RESERVE", "1 GB")]
+    {
         for report in Ranks::start_in(2, "auto", |_| Some(variable)).outputs() {
             assert!(report.contains(variable.0), "{report}");
         }

@@ -21,6 +21,7 @@ pub(crate) fn run(worker: &Worker, group: impl Fn(u64) -> ProcessGroup) -> bool 
         "broken links" => worker.report(&until_an_error(worker)),
         "first pass" => first_pass(&group(30)).unwrap(),
         "full pool" => full_pool(&group(30)).unwrap(),
+        "late memory" => worker.report(&late_memory(&group(30))),
         "few queues" => worker.report(&few_queues(worker, &group(30))),
         "priority" => priority(worker),
         "options" => drop(with_options(
@@ -152,6 +153,34 @@ fn nccl_gets_memory_that_the_pool_keeps() {
     if emulated_gpus("nccl_gets_memory_that_the_pool_keeps").is_some() {
         // 256 MiB, of which the tensor needs 160, and each communicator 64.
         Ranks::start_in(2, "full pool", |_| Some(("EMULATED_GPU_MEMORY", "268435456"))).finish();
+    }
+}
+
+/// The pool of the driver keeps memory that NCCL needs for calls of other sizes. Returns the first error.
+fn late_memory(pg: &ProcessGroup) -> String {
+    let tensor = Tensor::zeros(38 << 20, DType::F32, pg.device()).unwrap();
+    pg.device().synchronize().unwrap();
+    drop(tensor);
+    pg.device().synchronize().unwrap();
+    let calls = (0..6).try_for_each(|power| {
+        let tensor = Tensor::ones(1 << power, DType::F32, pg.device())?;
+        pg.all_reduce(&tensor, ReduceOp::Sum)?;
+        pg.barrier()
+    });
+    calls.map_or_else(|error| error.to_string(), |()| String::new())
+}
+
+#[test]
+fn nccl_finds_memory_for_calls_of_a_new_kind() {
+    let Some(_) = emulated_gpus("nccl_finds_memory_for_calls_of_a_new_kind") else { return };
+    // 256 MiB, of which the tensor needs 152, the communicator 64, and each kind of calls 8.
+    let reports = |reserve| {
+        let variables = move |_| [("EMULATED_GPU_MEMORY", "268435456"), ("CANDLE_DDP_NCCL_RESERVE", reserve)];
+        Ranks::start_in(2, "late memory", variables).finish()
+    };
+    assert_eq!(reports("16777216"), ["", ""]);
+    for report in reports("0") {
+        assert!(report.contains("out of memory") && report.contains("CANDLE_DDP_NCCL_RESERVE"), "{report}");
     }
 }
 

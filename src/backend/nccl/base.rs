@@ -1,7 +1,7 @@
 //! The beginning of a rank, before it has a communicator: it opens its GPU, connects to the other ranks, and starts the threads of its group.
 use super::comm::{self, BLOCKING, Comm, OLDEST_VERSION, UniqueId, WaitError, blocking};
 use super::comm_streams::{CommStreams, abort_timeout};
-use super::device::check_queues;
+use super::device::{check_queues, reserve};
 use super::identity::{self, Identity};
 use super::limit::{Ctas, Limit, check_order};
 use super::links;
@@ -40,6 +40,7 @@ pub(super) fn open(device: &Device, rank: usize, options: &NcclOptions, limit: L
         return Err(blocking().into_error(rank));
     }
     abort_timeout()?;
+    reserve()?;
     comm::check(options)?;
     if limit.is_companion() {
         check_queues()?;

@@ -1,8 +1,9 @@
 //! A communicator and the stream for its calls, on which collectives are started.
 use super::NcclOptions;
 use super::comm::{CancellationCheck, Comm, WaitError};
+use super::device::reserve;
 use super::limit::{Ctas, Room};
-use super::prepared::Prepared;
+use super::prepared::{Kind, Prepared};
 use super::status::Status;
 use super::stream::{Done, Event, Streams};
 use super::threads::spawn;
@@ -11,6 +12,7 @@ use super::{cuda_error, cuda_failure};
 use crate::error::Failure;
 use crate::panic::{lock, wait};
 use candle_ddp_engine::device_group::{DeviceGroup, Fence};
+use std::collections::HashSet;
 use std::sync::{Arc, Condvar, Mutex, TryLockError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -47,21 +49,29 @@ pub(super) struct CommStream {
 struct Open {
     comm: Comm,
     room: Room,
+    /// The kinds of calls that it has made.
+    known: HashSet<Kind>,
     /// Calls that failed after they had begun: NCCL may launch more parts of them until the communicator is aborted.
     stranded: Vec<Arc<NcclWork>>,
 }
 
 impl CommStream {
     pub(super) fn new(comm: Comm, room: Room, streams: Streams) -> Self {
-        let open = Mutex::new(Some(Open { comm, room, stranded: Vec::new() }));
+        let open = Mutex::new(Some(Open { comm, room, known: HashSet::new(), stranded: Vec::new() }));
         Self { open, ended: Mutex::default(), changed: Condvar::new(), streams }
     }
 
     /// Puts a call on the stream after its `ready`, followed by its work's fence. Waits until NCCL has launched it.
     pub(super) fn launch(&self, group: &DeviceGroup, job: &Job) -> Result<(), WaitError> {
         let mut open = lock(&self.open);
-        let Some(Open { comm, stranded, .. }) = open.as_mut() else { return Err(gone(group)) };
+        let Some(Open { comm, known, stranded, .. }) = open.as_mut() else { return Err(gone(group)) };
         self.streams.bind().map_err(cuda_failure)?;
+        for kind in job.prepared.kinds() {
+            if known.insert(kind) {
+                // It was checked before the group was made.
+                self.streams.make_room(reserve().unwrap_or_default());
+            }
+        }
         self.streams.after(&job.ready).map_err(cuda_failure)?;
         if let Some(mark) = job.behind.as_ref().and_then(|behind| behind.done.mark()) {
             self.streams.after(mark).map_err(cuda_failure)?;
@@ -108,7 +118,7 @@ impl CommStream {
     /// Ends all its calls. Returns those to be [released](Self::release) later. A thread that waits in one of NCCL's
     /// calls sees that the group has failed, and unlocks.
     pub(super) fn abort(&self) -> Vec<Arc<NcclWork>> {
-        let Some(Open { comm, room, stranded }) = lock(&self.open).take() else { return Vec::new() };
+        let Some(Open { comm, room, stranded, .. }) = lock(&self.open).take() else { return Vec::new() };
         if let Err(error) = self.streams.bind() {
             log::debug!("binding the device before an abort: {}", cuda_error(error));
         }
@@ -162,7 +172,7 @@ impl CommStream {
         group: &Arc<DeviceGroup>,
         check: CancellationCheck,
     ) -> Option<JoinHandle<()>> {
-        let Open { mut comm, room, stranded } = lock(&self.open).take()?;
+        let Open { mut comm, room, stranded, .. } = lock(&self.open).take()?;
         let finalized = self.streams.bind().map_err(cuda_error).map(|()| comm.finalize(check));
         match finalized {
             Ok(Ok(())) => {

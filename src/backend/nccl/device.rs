@@ -14,6 +14,8 @@ const NCCL_ALLOW_SHARED: &str = "NCCL_MULTI_RANK_GPU_ENABLE";
 const QUEUES: &str = "CUDA_DEVICE_MAX_CONNECTIONS";
 /// How many there are by default.
 const DEFAULT_QUEUES: u64 = 8;
+/// How much memory is kept free for NCCL.
+const RESERVE: &str = "CANDLE_DDP_NCCL_RESERVE";
 /// CUDA's variable for the time at which kernels are loaded.
 const LOADING: &str = "CUDA_MODULE_LOADING";
 const VISIBLE: &str = "CUDA_VISIBLE_DEVICES";
@@ -68,6 +70,12 @@ pub(crate) fn choose_device(explicit: Option<Device>, local_rank: usize) -> Resu
             Ok(device)
         }
     }
+}
+
+/// How many bytes of the GPU are free before NCCL makes a call of a new kind, for which it may need memory.
+pub(super) fn reserve() -> Result<u64> {
+    const DEFAULT: u64 = 256 << 20;
+    Ok(PROCESS.number(RESERVE)?.unwrap_or(DEFAULT))
 }
 
 /// Whether several ranks may work on one GPU.

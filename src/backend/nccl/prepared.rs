@@ -39,6 +39,10 @@ pub(super) enum Prepared {
     },
 }
 
+/// A function of NCCL with its dtype, reduction and peer, as far as they matter, and the power of two of its bytes. For another one, NCCL may
+/// choose an algorithm, or need connections, for which it allocates memory.
+pub(super) type Kind = (&'static str, [usize; 4]);
+
 /// The calling rank's position in the group.
 pub(super) struct Member {
     pub(super) rank: usize,
@@ -125,6 +129,26 @@ impl Prepared {
                 }
                 Ok(())
             }),
+        }
+    }
+
+    /// The kinds of its calls.
+    pub(super) fn kinds(&self) -> Vec<Kind> {
+        let kind = |name, memory: &Buffer, op: ncclRedOp_t, peer: usize| {
+            let size = (memory.count * memory.bytes_per_element).checked_ilog2().unwrap_or_default();
+            (name, [memory.dtype as usize, op as usize, peer, size as usize])
+        };
+        let sum = ncclRedOp_t::ncclSum;
+        match self {
+            Self::AllReduce { memory, op } => vec![kind("all-reduce", memory, *op, 0)],
+            Self::Broadcast { memory, root } => vec![kind("broadcast", memory, sum, *root)],
+            Self::Reduce { memory, op, root, .. } => vec![kind("reduce", memory, *op, *root)],
+            Self::AllGather { input, .. } => vec![kind("all-gather", input, sum, 0)],
+            Self::ReduceScatter { output, op, .. } => vec![kind("reduce-scatter", output, *op, 0)],
+            Self::Messages { sends, recvs } => {
+                let sends = sends.iter().map(|(peer, memory)| kind("send", memory, sum, *peer));
+                sends.chain(recvs.iter().map(|(peer, memory)| kind("recv", memory, sum, *peer))).collect()
+            }
         }
     }
 

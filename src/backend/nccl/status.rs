@@ -90,7 +90,8 @@ fn hint(code: Code, last: &str) -> &'static str {
         return "";
     }
     if last.contains("out of memory") {
-        return ". NCCL takes its memory from what tensors leave: make smaller batches, or set CANDLE_DDP_KEEP_GPU_MEMORY=0";
+        return ". NCCL found no memory, which it takes from what tensors leave: make smaller batches, set CANDLE_DDP_NCCL_RESERVE to more \
+                than its 268435456 bytes, or set CANDLE_DDP_KEEP_GPU_MEMORY=0";
     }
     ". NCCL_DEBUG=INFO shows more. If it happens at the first large call, in a container or a virtual machine, try NCCL_NVLS_ENABLE=0, \
      and among hosts with NVLink between them NCCL_MNNVL_ENABLE=0"
@@ -131,7 +132,8 @@ mod tests {
 
     #[test]
     fn errors_of_the_system_and_of_cuda_come_with_a_remedy() {
-        assert!(hint(Code::UNHANDLED_CUDA_ERROR, "Cuda failure 2 'out of memory'").contains("KEEP_GPU_MEMORY"));
+        let memory = hint(Code::UNHANDLED_CUDA_ERROR, "Cuda failure 2 'out of memory'");
+        assert!(memory.contains("KEEP_GPU_MEMORY") && memory.contains("CANDLE_DDP_NCCL_RESERVE"), "{memory}");
         assert!(hint(Code::SYSTEM_ERROR, "").contains("NCCL_NVLS_ENABLE=0"));
         assert_eq!(hint(Code(5), "out of memory"), "");
     }

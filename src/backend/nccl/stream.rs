@@ -104,9 +104,30 @@ impl Streams {
 
     /// Returns memory that the driver keeps for tensors, and that none uses, to the GPU: NCCL's does not come from there.
     pub(super) fn trim_pool(&self) {
-        // SAFETY: the device exists, and its pool lives as long as the process.
+        self.keep_in_pool(|_| 0);
+    }
+
+    /// Returns as much of that as makes `reserve` bytes free, if less is.
+    pub(super) fn make_room(&self, reserve: u64) {
+        match self.context.mem_get_info() {
+            Ok((free, _)) if (free as u64) < reserve => {
+                self.keep_in_pool(|held| held.saturating_sub(reserve - free as u64) as usize);
+            }
+            Ok(_) => {}
+            Err(error) => log::debug!("the driver does not say how much memory is free: {}", super::cuda_error(error)),
+        }
+    }
+
+    /// Returns unused memory beyond so many bytes, which depend on how many the pool holds.
+    fn keep_in_pool(&self, kept: impl FnOnce(u64) -> usize) {
+        let mut held = 0u64;
+        // SAFETY: the device exists, its pool lives as long as the process, and the attribute is such a number.
         let trimmed = unsafe {
-            result::device::get_mem_pool(self.context.cu_device()).and_then(|pool| result::mem_pool::trim_to(pool, 0))
+            result::device::get_mem_pool(self.context.cu_device()).and_then(|pool| {
+                let reserved = sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT;
+                result::mem_pool::get_attribute(pool, reserved, (&raw mut held).cast())?;
+                result::mem_pool::trim_to(pool, kept(held))
+            })
         };
         if let Err(error) = trimmed {
             log::debug!("the driver's pool of memory is not trimmed: {}", super::cuda_error(error));

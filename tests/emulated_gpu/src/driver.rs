@@ -101,11 +101,11 @@ pub(crate) fn multiprocessors() -> usize {
 pub unsafe extern "C" fn cuDeviceGetAttribute(value: *mut c_int, attribute: c_int, device: c_int) -> Answer {
     let Some(physical) = visible().get(device as usize) else { return INVALID_DEVICE };
     let answer = match attribute {
-        1 => 1024,             // MAX_THREADS_PER_BLOCK
-        2 | 3 => 1024,         // MAX_BLOCK_DIM_X, _Y
-        4 => 64,               // MAX_BLOCK_DIM_Z
-        8 => 48 << 10,         // MAX_SHARED_MEMORY_PER_BLOCK
-        10 => 32,              // WARP_SIZE
+        1 => 1024,     // MAX_THREADS_PER_BLOCK
+        2 | 3 => 1024, // MAX_BLOCK_DIM_X, _Y
+        4 => 64,       // MAX_BLOCK_DIM_Z
+        8 => 48 << 10, // MAX_SHARED_MEMORY_PER_BLOCK
+        10 => 32,      // WARP_SIZE
         16 => multiprocessors() as c_int,
         33 if is_split() => 1, // PCI_BUS_ID
         33 => physical + 1,

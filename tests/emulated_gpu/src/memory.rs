@@ -200,9 +200,10 @@ pub unsafe extern "C" fn cuMemFree_v2(address: u64) -> Answer {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize) -> Answer {
     let all = crate::pool::size();
-    let used: usize = memory().live.values().sum();
+    let used = || memory().live.values().sum();
+    let left = crate::pool::free().unwrap_or_else(|| all.saturating_sub(used()));
     // SAFETY: guaranteed by the caller.
-    unsafe { (*free, *total) = (all.saturating_sub(used), all) };
+    unsafe { (*free, *total) = (left, all) };
     SUCCESS
 }
 

@@ -43,6 +43,12 @@ pub(crate) fn size() -> usize {
     if limit() == u64::MAX { 16 << 30 } else { limit() as usize }
 }
 
+/// What the pool and NCCL's communicators leave of a limited memory.
+pub(crate) fn free() -> Option<usize> {
+    let Pool { reserved, outside, .. } = *pool();
+    (limit() < u64::MAX).then(|| limit().saturating_sub(reserved.saturating_add(outside)) as usize)
+}
+
 /// Whether there was room in the pool, or on the GPU, for an allocation at `address`.
 pub(crate) fn took(address: usize, bytes: usize) -> bool {
     let mut pool = pool();

@@ -85,6 +85,14 @@ pub(super) const ROWS: &[Row] = &[
         default: "`1`",
     },
     Row {
+        names: &["CANDLE_DDP_NCCL_RESERVE"],
+        kind: Number("a number of bytes"),
+        set_by: "you",
+        read_by: "candle-ddp",
+        meaning: "how much of a GPU is free before NCCL makes a call of a new kind or size, for which it may need memory: if it is less, the pool of tensors gives back what none of them uses",
+        default: "268435456 (256 MiB)",
+    },
+    Row {
         names: &["CUDA_COMPUTE_CAP"],
         kind: Number("a number such as 90"),
         set_by: "you",

@@ -1,8 +1,9 @@
 //! One rank of a communicator: its current operation and its state.
 use super::ffi::Wishes;
 use super::peer_info::PeerInfo;
+use super::wire::{Call, Kind};
 use super::{Code, Failure, Outcome, die, failure, lock, set_last_error};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -17,6 +18,8 @@ const UNSEEN: Duration = Duration::from_millis(50);
 
 /// The memory of a communicator on the GPU, in bytes.
 pub(super) const MEMORY: u64 = 64 << 20;
+/// The same for each kind of calls.
+const KIND_MEMORY: u64 = 8 << 20;
 
 /// The number of blocks of kernels that are running, by device.
 static OCCUPIED: Mutex<BTreeMap<i32, usize>> = Mutex::new(BTreeMap::new());
@@ -64,8 +67,10 @@ pub(super) struct State {
     pub(super) alone: bool,
     /// Whether all ranks of this host are being destroyed.
     pub(super) destroyed: bool,
-    /// Whether it has memory on the GPU.
-    pub(super) has_memory: bool,
+    /// The bytes that it has on the GPU.
+    pub(super) memory: u64,
+    /// The kinds of calls for which it has memory.
+    known: BTreeSet<(Kind, u32)>,
     /// Whether the communicator was aborted or destroyed.
     ended: bool,
     /// Whether all ranks have made their first call.
@@ -197,6 +202,21 @@ impl Communicator {
         }
     }
 
+    /// Called by a launch: takes memory for calls of a new kind and power of two of bytes, for which NCCL may choose another algorithm.
+    pub(super) fn prepare<'a>(&self, mut calls: impl Iterator<Item = &'a Call>) -> Outcome<()> {
+        calls.try_for_each(|call| {
+            let kind = (call.kind, call.bytes().checked_ilog2().unwrap_or(0));
+            if self.change(|state| !state.known.insert(kind)) {
+                return Ok(());
+            }
+            if !crate::pool::took_outside(KIND_MEMORY) {
+                return Err(failure(Code::UnhandledCudaError, "Cuda failure 2 'out of memory'"));
+            }
+            self.change(|state| state.memory += KIND_MEMORY);
+            Ok(())
+        })
+    }
+
     /// Waits until no operation is in progress.
     pub(super) fn await_settled(&self) -> Outcome<()> {
         self.wait_for(|state| state.in_progress.is_none().then_some(()))
@@ -305,9 +325,7 @@ impl Communicator {
 
     /// Frees its memory, for which the driver waits for everything on the GPU: kernels of other communicators too.
     pub(super) fn free(&self) {
-        if self.change(|state| std::mem::take(&mut state.has_memory)) {
-            crate::pool::gave_back_outside(MEMORY);
-        }
+        crate::pool::gave_back_outside(self.change(|state| std::mem::take(&mut state.memory)));
         self.peer_info.context.into_iter().for_each(crate::stream::synchronize_device);
     }
 

@@ -36,7 +36,7 @@ fn connect(communicator: &Communicator) -> Outcome<Arc<UnixStream>> {
     }
     let (control, data) = (connect(false)?, connect(true)?);
     communicator.unless_ended(|state| {
-        (state.control, state.data, state.has_memory) = (Some(control.clone()), Some(data), true);
+        (state.control, state.data, state.memory) = (Some(control.clone()), Some(data), MEMORY);
     })?;
     let join = Message::Join { device: peer_info.device, may_share: peer_info.may_share, host: peer_info.host.clone() };
     // If the hub does not receive it, later steps of the connection report the reason.

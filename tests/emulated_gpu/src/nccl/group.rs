@@ -95,6 +95,7 @@ fn launch(group: Group) -> Outcome<Code> {
             if job::connects(&communicator, &calls) {
                 connection::await_connection(&communicator)?;
             }
+            communicator.prepare(calls.iter().map(|(_, queued)| &queued.call))?;
             job::launch(&communicator, calls);
             communicator.await_settled()?;
         }
@@ -112,6 +113,9 @@ fn launch(group: Group) -> Outcome<Code> {
             let connects = job::connects(&communicator, &calls);
             if is_stuck || connects && connection::await_connection(&communicator).is_err() {
                 return communicator.hang();
+            }
+            if let Err(error) = communicator.prepare(calls.iter().map(|(_, queued)| &queued.call)) {
+                return communicator.fail(error);
             }
             job::launch(&communicator, calls);
             communicator.settle();

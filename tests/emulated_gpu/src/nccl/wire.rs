@@ -139,7 +139,7 @@ impl Message {
 }
 
 /// The kind of a call.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Kind {
     AllReduce,
     Broadcast,
@@ -230,7 +230,7 @@ pub(super) struct Call {
 }
 
 impl Call {
-    fn bytes(&self) -> usize {
+    pub(super) fn bytes(&self) -> usize {
         self.count * self.dtype.bytes()
     }
 
