@@ -192,7 +192,7 @@ fn train(pg: &ProcessGroup, options: &Options) -> Result<()> {
                 ("step", step.into()),
                 ("loss", loss.into()),
                 ("learning_rate", training.optimizer.learning_rate().into()),
-                ("grad_norm", grad_norm.into()),
+                ("grad_norm", grad_norm.to_scalar::<f64>()?.into()),
                 ("seconds", summary.seconds().into()),
                 ("characters_per_second", rate.units_per_second.into()),
             ];

@@ -9,7 +9,7 @@ use crate::tensor::{Element, dispatch};
 use crate::variables::Parameters;
 use crate::{Error, Result};
 use candle_core::backprop::GradStore;
-use candle_core::{DType, Tensor, Var, WithDType};
+use candle_core::{DType, Device, Tensor, Var, WithDType};
 
 /// The norm of all gradients together. PyTorch's other norms, such as the 1-norm, are not supported.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -38,12 +38,15 @@ pub struct ClipOptions {
 ///
 /// # Errors
 /// As [`clip_grad_norm_with`].
-pub fn clip_grad_norm(grads: &mut GradStore, parameters: impl Into<Parameters>, max_norm: f64) -> Result<f64> {
+pub fn clip_grad_norm(grads: &mut GradStore, parameters: impl Into<Parameters>, max_norm: f64) -> Result<Tensor> {
     clip_grad_norm_with(grads, parameters, max_norm, ClipOptions::default())
 }
 
 /// Scales the gradients of `parameters` by `max_norm / (norm + 1e-6)` if that is below 1, and returns the norm that all of
-/// them had together: PyTorch's `clip_grad_norm_`. Variables without a gradient are ignored.
+/// them had together, a scalar in f64: PyTorch's `clip_grad_norm_`. Variables without a gradient are ignored.
+///
+/// On one GPU, with gradients of one dtype and without `error_if_nonfinite`, only a program that reads the norm, by
+/// `norm.to_scalar::<f64>()?`, waits for the GPU.
 ///
 /// Contiguous gradients are changed in place, and so is every tensor that shares their storage. With gradients from
 /// `ddp.backward`, which are the same on all ranks, every rank computes the same norm. Gradients of [ignored](crate::Role::Ignored)
@@ -60,7 +63,7 @@ pub fn clip_grad_norm_with(
     parameters: impl Into<Parameters>,
     max_norm: f64,
     options: ClipOptions,
-) -> Result<f64> {
+) -> Result<Tensor> {
     clip(grads, &variables(parameters), max_norm, options)
 }
 
@@ -68,11 +71,11 @@ fn variables(parameters: impl Into<Parameters>) -> Vec<Var> {
     parameters.into().into_iter().map(|(_, var)| var).collect()
 }
 
-pub(super) fn clip(grads: &mut GradStore, vars: &[Var], max_norm: f64, options: ClipOptions) -> Result<f64> {
+pub(super) fn clip(grads: &mut GradStore, vars: &[Var], max_norm: f64, options: ClipOptions) -> Result<Tensor> {
     check_max_norm(max_norm)?;
     scaled::check_unscaled(grads, "clip_grad_norm")?;
     if is_skipped(grads) {
-        return finite_norm(f64::NAN, options);
+        return as_tensor(finite_norm(f64::NAN, options)?, vars);
     }
     check_any_gradient(grads, vars)?;
     let measured = without_ignored(grads, vars.iter().collect(), |var| var);
@@ -85,7 +88,13 @@ pub(super) fn clip(grads: &mut GradStore, vars: &[Var], max_norm: f64, options: 
     let norm = norm(measured.into_iter().filter_map(|var| grads.get(var)), options.norm_type)?;
     let norm = finite_norm(norm, options)?;
     scale(grads, vars, coefficient(norm, max_norm))?;
-    Ok(norm)
+    as_tensor(norm, vars)
+}
+
+/// A norm that the host knows, as a tensor where a GPU's own would be.
+pub(super) fn as_tensor(norm: f64, vars: &[Var]) -> Result<Tensor> {
+    let gpu = vars.first().map(|var| var.device()).filter(|device| device.is_cuda());
+    Ok(Tensor::new(norm, gpu.unwrap_or(&Device::Cpu))?)
 }
 
 /// Scales the gradients of these variables.
@@ -108,17 +117,13 @@ fn finite_norm(norm: f64, options: ClipOptions) -> Result<f64> {
     Ok(norm)
 }
 
-/// On one GPU, a kernel decides whether to scale, so that the GPU does not wait for the host. Returns `None` elsewhere.
-fn clip_on_gpu(grads: &GradStore, vars: &[Var], max_norm: f64, norm_type: NormType) -> Result<Option<f64>> {
+/// On one GPU, a kernel decides whether to scale, so that neither waits for the other. Returns `None` elsewhere.
+fn clip_on_gpu(grads: &GradStore, vars: &[Var], max_norm: f64, norm_type: NormType) -> Result<Option<Tensor>> {
     let gradients = vars.iter().filter_map(|var| grads.get(var)).filter(|gradient| gradient.elem_count() > 0);
     let fits = |gradient: &Tensor| kernels::take(gradient.device(), gradient.dtype()) && gradient.is_contiguous();
     let gradients: Option<Vec<Tensor>> = gradients.map(|gradient| fits(gradient).then(|| gradient.detach())).collect();
     let Some(gradients) = gradients.filter(|gradients| !gradients.is_empty()) else { return Ok(None) };
-    let extent = kernels::clip(&gradients.iter().collect::<Vec<_>>(), max_norm, norm_type == NormType::Inf)?;
-    Ok(extent.map(|extent| match norm_type {
-        NormType::L2 => extent.squares.sqrt(),
-        NormType::Inf => extent.largest,
-    }))
+    Ok(kernels::clip(&gradients.iter().collect::<Vec<_>>(), max_norm, norm_type == NormType::Inf)?)
 }
 
 pub(super) fn check_max_norm(max_norm: f64) -> Result<()> {
@@ -320,7 +325,6 @@ fn composite(gradient: &Tensor, norm_type: NormType) -> Result<f64> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use candle_core::Device;
 
     #[test]
     fn kernels_and_candles_operations_measure_the_same() {

@@ -83,13 +83,14 @@ pub trait Optimizer: StateDict {
     }
 
     /// Scales down the gradients of all parameters of the optimizer if their common L2 norm is above `max_norm`, and
-    /// returns the norm that they had: PyTorch's `clip_grad_norm_`. [Ignored](crate::Role::Ignored) parameters are scaled too, and do
-    /// not count in the norm. Call it between `backward` and
+    /// returns the norm that they had, a scalar in f64: PyTorch's `clip_grad_norm_`. A GPU need not wait for the program, nor the program
+    /// for it, unless it reads the norm, by `norm.to_scalar::<f64>()?`. [Ignored](crate::Role::Ignored) parameters are scaled too, and
+    /// do not count in the norm. Call it between `backward` and
     /// [`step`](Self::step), and with a [`GradScaler`] after [`unscale`](Self::unscale).
     ///
     /// # Errors
     /// Returns [`Error::InvalidArgument`] for a negative or NaN `max_norm`, or if no parameter has a gradient.
-    fn clip_grad_norm(&mut self, grads: &mut GradStore, max_norm: f64) -> Result<f64>;
+    fn clip_grad_norm(&mut self, grads: &mut GradStore, max_norm: f64) -> Result<Tensor>;
 
     /// Divides the gradients by the scale of `scaler`, and returns whether all are finite on all ranks: PyTorch's
     /// `unscale_`. Use it to inspect or clip gradients before [`GradScaler::step`], which otherwise does this itself.
@@ -227,7 +228,7 @@ impl<O: Optimizer + ?Sized> Optimizer for Box<O> {
         (**self).set_learning_rates(learning_rates)
     }
 
-    fn clip_grad_norm(&mut self, grads: &mut GradStore, max_norm: f64) -> Result<f64> {
+    fn clip_grad_norm(&mut self, grads: &mut GradStore, max_norm: f64) -> Result<Tensor> {
         (**self).clip_grad_norm(grads, max_norm)
     }
 

@@ -57,7 +57,7 @@ pub(crate) fn early(pg: &ProcessGroup) -> Result<()> {
             self.0.set_learning_rates(learning_rates)
         }
 
-        fn clip_grad_norm(&mut self, grads: &mut GradStore, max_norm: f64) -> Result<f64> {
+        fn clip_grad_norm(&mut self, grads: &mut GradStore, max_norm: f64) -> Result<Tensor> {
             self.0.clip_grad_norm(grads, max_norm)
         }
     }

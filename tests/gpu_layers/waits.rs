@@ -46,7 +46,12 @@ fn no_step_waits_until_the_gpu_has_nothing_to_do() {
             optimizer.clip_grad_norm(&mut grads, 1e-3)?;
             optimizer.step(&grads)
         });
-        found.push(("clipped", [0, 1], clipped));
+        found.push(("clipped", [0, 0], clipped));
+        let mut grads = ddp.backward(&loss(&ddp).unwrap()).unwrap();
+        let before: Vec<f32> = ddp.parameters().iter().flat_map(|var| floats(grads.get(var).unwrap())).collect();
+        let norm = optimizer.clip_grad_norm(&mut grads, 1e-3).unwrap().to_scalar::<f64>().unwrap();
+        let expected = before.iter().map(|value| f64::from(*value).powi(2)).sum::<f64>().sqrt();
+        assert!((norm - expected).abs() < 1e-6 * expected, "{norm}, not {expected}");
         let precision = Precision::Half { param_dtype: DType::F16, buffer_dtype: None };
         let (ddp, _) = model(gpu, DdpOptions { precision, ..Default::default() });
         let mut optimizer = AdamW::new(&ddp, ParamsAdamW::default()).unwrap();

@@ -171,7 +171,7 @@ fn steps<O: Optimizer>(
                 ("step", step.into()),
                 ("loss", loss.into()),
                 ("learning_rate", training.optimizer.learning_rate().into()),
-                ("grad_norm", norm.into()),
+                ("grad_norm", norm.to_scalar::<f64>()?.into()),
                 ("tokens_per_second", rate.into()),
             ])?;
             if is_first && step.is_multiple_of(options.print_every.get() as u64) {

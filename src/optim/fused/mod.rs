@@ -323,7 +323,7 @@ impl<R: UpdateRule> Optimizer for FusedOptimizer<R> {
     /// # Errors
     /// Under sharding also the errors of [`step`](Self::step), and [`Error::InvalidArgument`] under
     /// [virtual ranks](crate::InitOptions::virtual_ranks).
-    fn clip_grad_norm(&mut self, grads: &mut GradStore, max_norm: f64) -> Result<f64> {
+    fn clip_grad_norm(&mut self, grads: &mut GradStore, max_norm: f64) -> Result<Tensor> {
         let vars: Vec<Var> = self.pieces.iter().map(|piece| self.slots[piece.parameter].var.clone()).collect();
         let Some(sharded) = &self.sharded else {
             return clip::clip(grads, &vars, max_norm, clip::ClipOptions::default());
@@ -333,7 +333,7 @@ impl<R: UpdateRule> Optimizer for FusedOptimizer<R> {
         sharded.end_on_error(&unscaled);
         unscaled?;
         if is_skipped(grads) {
-            return Ok(f64::NAN);
+            return clip::as_tensor(f64::NAN, &vars);
         }
         sharded::check_norms(&sharded.reducer)?;
         let pending = sharded.pending(&self.slots, grads)?;
@@ -342,7 +342,7 @@ impl<R: UpdateRule> Optimizer for FusedOptimizer<R> {
         let scale = clip::coefficient(norm, max_norm);
         clip::scale(grads, &vars, scale)?;
         sharded.reducer.scale_pending(scale)?;
-        Ok(norm)
+        clip::as_tensor(norm, &vars)
     }
 
     /// Under sharding, makes the next step divide the averaged gradients, and divides the others, which are in `grads`.

@@ -127,7 +127,7 @@ impl<O: Optimizer> Optimizer for Counting<'_, O> {
         self.optimizer.set_learning_rates(learning_rates)
     }
 
-    fn clip_grad_norm(&mut self, grads: &mut GradStore, max_norm: f64) -> Result<f64> {
+    fn clip_grad_norm(&mut self, grads: &mut GradStore, max_norm: f64) -> Result<Tensor> {
         self.optimizer.clip_grad_norm(grads, max_norm)
     }
 }

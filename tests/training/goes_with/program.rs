@@ -206,7 +206,7 @@ impl Program<'_, '_> {
         let Some(mut grads) = self.backward(optimizer, step)? else { return Ok(()) };
         if self.has(Clipping) {
             optimizer.unscale(&mut self.scaler, &mut grads)?;
-            let norm = optimizer.clip_grad_norm(&mut grads, 0.01)?;
+            let norm = optimizer.clip_grad_norm(&mut grads, 0.01)?.to_scalar::<f64>()?;
             assert!(norm > 0.01, "{norm}");
         }
         assert!(match &mut self.second {

@@ -34,7 +34,7 @@ fn run(world_size: usize, options: &DdpOptions, make: Make, bad: Option<Bad>) ->
                 continue;
             }
             let mut grads = ddp.backward(&loss(&ddp, step, if is_bad { bad.unwrap() } else { Bad::Nothing })?)?;
-            let norm = optimizer.clip_grad_norm(&mut grads, 0.1)?;
+            let norm = optimizer.clip_grad_norm(&mut grads, 0.1)?.to_scalar::<f64>()?;
             assert_eq!(norm.is_nan(), step == BAD, "step {step}: {norm}");
             optimizer.step(&grads)?;
         }

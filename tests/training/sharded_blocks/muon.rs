@@ -53,7 +53,7 @@ fn step(ddp: &Ddp, optimizer: &mut dyn Optimizer, number: u64, max_norm: f64) ->
         (parts + (&net.stem * gradient(&STEM)?)?.sum_all()?)? + (&net.head * gradient(&[2, 7])?)?.sum_all()?
     })?;
     let mut grads = ddp.backward(&loss)?;
-    let norm = optimizer.clip_grad_norm(&mut grads, max_norm)?;
+    let norm = optimizer.clip_grad_norm(&mut grads, max_norm)?.to_scalar::<f64>()?;
     optimizer.step(&grads)?;
     Ok(norm)
 }

@@ -83,7 +83,7 @@ pub fn send(_: &Tensor) -> Result<Incoming> {
     Err(absent())
 }
 
-pub fn clip(_: &[&Tensor], _: f64, _: bool) -> Result<Option<Extent>> {
+pub fn clip(_: &[&Tensor], _: f64, _: bool) -> Result<Option<Tensor>> {
     Err(absent())
 }
 

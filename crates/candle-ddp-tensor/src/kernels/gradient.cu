@@ -58,11 +58,14 @@ struct Clipping {
     double is_infinity; // whether the norm is the largest absolute value, and not the root of the sum of squares
 };
 
-// Scales the values if their norm is too great, or NaN. `sums` begins with what `total` has made of `measure`.
+// Scales the values if their norm is too great, or NaN. `sums` begins with what `total` has made of `measure`; the norm goes behind that,
+// where nobody needs the first chunk's pair any more.
 template <typename T> __device__ inline void clip(const Part *parts, unsigned count, const Sets &sets, double *sums) {
     const Part &part = part_of_block(parts, count);
     const Clipping &by = numbers_of<Clipping>(part, sets);
-    const double coefficient = by.most / ((by.is_infinity != 0 ? sums[1] : sqrt(sums[0])) + 1e-6);
+    const double norm = by.is_infinity != 0 ? sums[1] : sqrt(sums[0]);
+    if (blockIdx.x == 0 && threadIdx.x == 0) sums[2] = norm;
+    const double coefficient = by.most / (norm + 1e-6);
     if (coefficient >= 1) return;
     const typename Element<T>::Real factor = coefficient;
     T *values = static_cast<T *>(part.parameter);

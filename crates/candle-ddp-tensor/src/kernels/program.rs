@@ -1,6 +1,5 @@
 //! The kernels that each operation launches, and their order.
 use super::gpu::{Gpu, Numbers, Words};
-use super::incoming::Incoming;
 use super::operands::{Extent, Rule};
 use super::source::Kernel;
 use super::table::{Entry, Table};
@@ -77,15 +76,13 @@ pub(super) fn rescale_measured(gpu: &Gpu, dtype: DType, entries: &[Entry]) -> Re
 }
 
 /// Measures all entries together, and scales their parameters, which are their gradients, if the norm is greater than the first scalar:
-/// the root of the sum of squares, or the largest absolute value if the second scalar is not 0. The magnitude before is on its way to
-/// the host while the GPU scales.
-pub(super) fn clip(gpu: &Gpu, dtype: DType, entries: &[Entry]) -> Result<Option<Incoming>> {
+/// the root of the sum of squares, or the largest absolute value if the second scalar is not 0. The norm before is the third number.
+pub(super) fn clip(gpu: &Gpu, dtype: DType, entries: &[Entry]) -> Result<Option<Numbers>> {
     let Some(sums) = measure(gpu, dtype, entries)? else { return Ok(None) };
-    let incoming = Incoming::new(gpu.0, gpu.address(&sums))?;
     let table = &Table::new(entries)?;
     let words = &gpu.upload(&table.words)?;
     gpu.launch((Kernel::Clip, dtype), table.chunks, (words, table), gpu.address(&sums))?;
-    Ok(Some(incoming))
+    Ok(Some(sums))
 }
 
 fn measured(gpu: &Gpu, kernel: Kernel, dtype: DType, entries: &[Entry]) -> Result<Option<Numbers>> {

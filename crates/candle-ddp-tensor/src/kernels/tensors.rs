@@ -154,9 +154,9 @@ pub fn measure(tensors: &[&Tensor]) -> Result<Extent> {
     measured(tensors, entry, |batch| program::measure(&batch.gpu(), batch.dtype, &batch.entries))
 }
 
-/// Multiplies contiguous tensors in place by `max_norm` / (norm + 10⁻⁶), if that is less than 1 or NaN, and returns their magnitude
-/// before. Waits only for the latter. Does nothing, and returns `None`, for tensors on several GPUs or of several dtypes.
-pub fn clip(tensors: &[&Tensor], max_norm: f64, by_largest: bool) -> Result<Option<Extent>> {
+/// Multiplies contiguous tensors in place by `max_norm` / (norm + 10⁻⁶), if that is less than 1 or NaN, and returns the norm before, an f64
+/// on the GPU. Does not wait. Does nothing, and returns `None`, for tensors on several GPUs, of several dtypes, or without elements.
+pub fn clip(tensors: &[&Tensor], max_norm: f64, by_largest: bool) -> Result<Option<Tensor>> {
     let entry = |tensor: &Tensor| {
         let entry = changed(tensor, 0.)?;
         let scalars = super::scalars([max_norm, f64::from(by_largest)]);
@@ -164,11 +164,15 @@ pub fn clip(tensors: &[&Tensor], max_norm: f64, by_largest: bool) -> Result<Opti
     };
     let batches = Batch::all(tensors.iter().map(|tensor| (*tensor, entry(tensor))))?;
     let [batch] = batches.as_slice() else { return Ok(None) };
-    let Some(incoming) = program::clip(&batch.gpu(), batch.dtype, &batch.entries)? else {
-        return Ok(Some(Extent::default()));
-    };
-    let [squares, largest] = incoming.receive()?;
-    Ok(Some(Extent { squares, largest }))
+    let Some(numbers) = program::clip(&batch.gpu(), batch.dtype, &batch.entries)? else { return Ok(None) };
+    // In its own memory: a program may keep the norms of all steps.
+    Ok(Some(tensor_of(numbers, batch.device).narrow(0, 2, 1)?.force_contiguous()?.reshape(())?))
+}
+
+fn tensor_of(numbers: CudaSlice<f64>, device: &CudaDevice) -> Tensor {
+    let length = numbers.len();
+    let storage = CudaStorage::wrap_cuda_slice(numbers, device.clone());
+    Tensor::from_storage(Storage::Cuda(storage), length, BackpropOp::none(), false)
 }
 
 /// Multiplies contiguous tensors in place.
@@ -188,10 +192,7 @@ pub fn rescale_judged(tensors: &[&Tensor], factor: f64) -> Result<Option<Tensor>
     let batches = Batch::all(tensors.iter().map(|tensor| (*tensor, changed(tensor, factor))))?;
     let [batch] = batches.as_slice() else { return Ok(None) };
     let Some(numbers) = program::rescale_measured(&batch.gpu(), batch.dtype, &batch.entries)? else { return Ok(None) };
-    let length = numbers.len();
-    let storage = CudaStorage::wrap_cuda_slice(numbers, batch.device.clone());
-    let numbers = Tensor::from_storage(Storage::Cuda(storage), length, BackpropOp::none(), false);
-    Ok(Some(numbers.narrow(0, 0, 2)?))
+    Ok(Some(tensor_of(numbers, batch.device).narrow(0, 0, 2)?))
 }
 
 /// Begins to copy a pair in f64 to the host, after all launched work. Does not wait.
