@@ -5,6 +5,7 @@ mod unscaling;
 
 pub use options::GradScalerOptions;
 
+use super::Verdict;
 use crate::ddp::gradients::scaled;
 use crate::process_group::ProcessGroup;
 use crate::variables::Parameters;
@@ -15,6 +16,7 @@ use candle_core::{Tensor, TensorId, Var};
 use candle_ddp_base::debug_fields;
 use options::MIN_SCALE;
 use std::collections::HashSet;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Multiplies losses by a scale, so that small gradients do not vanish in f16, and divides the gradients by it again.
@@ -66,6 +68,8 @@ pub struct GradScaler {
     scale: f64,
     /// Steps without overflow since the scale last changed.
     clean_steps: usize,
+    /// The verdict on the last step, if the scale and the steps do not take it into account yet.
+    late: Option<Arc<Verdict>>,
     stage: Stage,
     /// Whether a loss was scaled in this step.
     has_scaled: AtomicBool,
@@ -73,12 +77,12 @@ pub struct GradScaler {
     overflowed: Option<String>,
 }
 
-/// The progress of a training step. `overflow` says whether any rank found an infinity or NaN.
-#[derive(Clone, Copy, Debug, PartialEq)]
+/// The progress of a training step. The verdict is bad if any rank found an infinity or NaN.
+#[derive(Clone, Debug)]
 enum Stage {
     Scaled,
-    Unscaled { overflow: bool },
-    Stepped { overflow: bool },
+    Unscaled(Arc<Verdict>),
+    Stepped(Arc<Verdict>),
 }
 
 debug_fields!(GradScaler: |this| parameters = this.parameters.len(), options = this.options, scale = this.scale,
@@ -105,6 +109,7 @@ impl GradScaler {
             options,
             scale,
             clean_steps: 0,
+            late: None,
             stage,
             has_scaled,
             overflowed: None,
@@ -124,7 +129,7 @@ impl GradScaler {
         }
         let dtype = crate::tensor::accumulator(loss.dtype());
         self.has_scaled.store(true, Ordering::Relaxed);
-        Ok(scaled::mark(&(loss.to_dtype(dtype)? * self.scale)?)?)
+        Ok(scaled::mark(&(loss.to_dtype(dtype)? * self.settled()?.0)?)?)
     }
 
     /// Like [`step`](Self::step), for several optimizers, and for those that do not implement
@@ -156,16 +161,17 @@ impl GradScaler {
             step(grads)?;
             return Ok(true);
         }
-        if self.stage == Stage::Scaled {
+        if self.is_scaled() {
             self.unscale(grads)?;
         }
-        let Stage::Unscaled { overflow } = self.stage else {
+        let Stage::Unscaled(verdict) = &self.stage else {
             return Err(misuse("step", STEPPED));
         };
+        let (verdict, overflow) = (Arc::clone(verdict), verdict.is_bad()?);
         if !overflow {
             step(grads)?;
         }
-        self.stage = Stage::Stepped { overflow };
+        self.stage = Stage::Stepped(verdict);
         Ok(!overflow)
     }
 
@@ -179,44 +185,60 @@ impl GradScaler {
         if !self.options.enabled {
             return Ok(());
         }
-        let (Stage::Unscaled { overflow } | Stage::Stepped { overflow }) = self.stage else {
+        let (Stage::Unscaled(verdict) | Stage::Stepped(verdict)) = self.stage.clone() else {
             return Err(misuse("update", "neither `unscale` nor `step` was called in this step"));
         };
+        self.settle()?;
         self.stage = Stage::Scaled;
         self.has_scaled = AtomicBool::new(false);
-        if overflow {
-            let before = self.scale;
-            self.scale = (before * self.options.backoff_factor).max(MIN_SCALE);
-            self.clean_steps = 0;
-            let has_sunk = |limit: f64| before >= limit && self.scale < limit;
-            let overflowed =
-                self.overflowed.take().map_or(String::new(), |name| format!(" (first the gradient of {name})"));
-            if self.group.rank() == 0 && (has_sunk(1.0) || has_sunk(2.0 * MIN_SCALE)) {
-                warn_aloud(format_args!(
-                    "GradScaler: the scale fell to {:e}, since gradients overflow even without scaling{overflowed}, and every \
-                     such step was skipped: the training has diverged, or its inputs contain infinities or NaNs. Lower the \
-                     learning rate, or check the inputs; in a run without the scaler, OnNonFinite::Stop names the rank too",
-                    self.scale
-                ));
-            }
-            return Ok(());
+        let is_late = verdict.numbers().is_some();
+        self.late = Some(verdict);
+        if is_late { Ok(()) } else { self.settle() }
+    }
+
+    /// The scale and the number of steps without overflow after the last step.
+    fn settled(&self) -> Result<(f64, usize)> {
+        let Self { scale, clean_steps, options, .. } = self;
+        let Some(verdict) = &self.late else { return Ok((*scale, *clean_steps)) };
+        if verdict.is_bad()? {
+            return Ok(((scale * options.backoff_factor).max(MIN_SCALE), 0));
         }
-        self.clean_steps += 1;
-        if self.clean_steps >= self.options.growth_interval {
-            self.clean_steps = 0;
-            // The scale does not grow beyond the range of f32.
-            let larger = self.scale * self.options.growth_factor;
-            if (larger as f32).is_finite() {
-                self.scale = larger;
-            }
+        if clean_steps + 1 < options.growth_interval {
+            return Ok((*scale, clean_steps + 1));
+        }
+        // The scale does not grow beyond the range of f32.
+        let larger = scale * options.growth_factor;
+        Ok((if (larger as f32).is_finite() { larger } else { *scale }, 0))
+    }
+
+    /// Takes the last step into account.
+    fn settle(&mut self) -> Result<()> {
+        let (before, settled) = (self.scale, self.settled()?);
+        (self.scale, self.clean_steps) = settled;
+        self.late = None;
+        let overflowed =
+            self.overflowed.take().map_or(String::new(), |name| format!(" (first the gradient of {name})"));
+        if self.group.rank() == 0 && has_sunk(before, self.scale) {
+            warn_aloud(format_args!(
+                "GradScaler: the scale fell to {:e}, since gradients overflow even without scaling{overflowed}, and every \
+                 such step was skipped: the training has diverged, or its inputs contain infinities or NaNs. Lower the \
+                 learning rate, or check the inputs; in a run without the scaler, OnNonFinite::Stop names the rank too",
+                self.scale
+            ));
         }
         Ok(())
     }
 
-    /// The factor for losses in this step; 1 if the scaler is not enabled.
+    /// The factor for losses in this step; 1 if the scaler is not enabled. On a GPU, this waits for the verdict on the last step.
     pub fn current_scale(&self) -> f64 {
-        if self.options.enabled { self.scale } else { 1.0 }
+        // If the GPU has failed, the next call is an error.
+        if self.options.enabled { self.settled().map_or(self.scale, |(scale, _)| scale) } else { 1.0 }
     }
+}
+
+/// Whether a scale has fallen so low that the training has stalled.
+fn has_sunk(before: f64, after: f64) -> bool {
+    [1., 2. * MIN_SCALE].iter().any(|limit| before >= *limit && after < *limit)
 }
 
 /// The text mentions `step_if_finite` too: with `update` alone, a second optimizer would divide the same gradients again.

@@ -1,45 +1,57 @@
 //! Whether gradients are finite on all ranks, as their GPUs know it before the host does.
 use crate::ddp::gradients::scaled::UNSCALE;
 use crate::kernels::{self, Incoming};
+use crate::panic::lock;
 use crate::process_group::ProcessGroup;
 use crate::{ReduceOp, Result};
 use candle_core::Tensor;
-use std::cell::{Cell, RefCell};
+use std::sync::{Arc, Mutex, OnceLock};
 
-/// A verdict that is on its way to the host.
+/// A verdict that is on its way to the host, or known.
+#[derive(Debug)]
 pub(crate) struct Verdict {
-    /// A pair, whose second number is finite if all gradients are.
-    numbers: Tensor,
-    incoming: RefCell<Option<Incoming>>,
-    is_bad: Cell<bool>,
+    /// A pair on the GPU, whose second number is finite if all gradients are.
+    numbers: Option<Tensor>,
+    incoming: Mutex<Option<Incoming>>,
+    is_bad: OnceLock<bool>,
 }
 
 impl Verdict {
+    pub(crate) fn known(is_bad: bool) -> Arc<Self> {
+        Arc::new(Self { numbers: None, incoming: Mutex::default(), is_bad: OnceLock::from(is_bad) })
+    }
+
+    /// The verdict that a GPU has made. Does not wait.
+    pub(crate) fn of(numbers: Tensor) -> Result<Arc<Self>> {
+        let incoming = Mutex::new(Some(kernels::send(&numbers)?));
+        Ok(Arc::new(Self { numbers: Some(numbers), incoming, is_bad: OnceLock::new() }))
+    }
+
     /// The verdict of all ranks, from this rank's pair. Does not wait.
-    pub(super) fn of_all_ranks(group: &ProcessGroup, numbers: Tensor) -> Result<Self> {
-        let numbers = match group.world_size() {
-            1 => numbers,
-            _ => {
-                // As `scaled::share_verdict`. Zero times an infinity is NaN.
-                let overflow = numbers.narrow(0, 1, 1)?.affine(0., 0.)?;
-                let pair = Tensor::cat(&[&overflow.ones_like()?, &overflow], 0)?;
-                UNSCALE.during(|| group.all_reduce(&pair, ReduceOp::Sum))?;
-                pair
-            }
-        };
-        let incoming = RefCell::new(Some(kernels::send(&numbers)?));
-        Ok(Self { numbers, incoming, is_bad: Cell::new(false) })
-    }
-
-    pub(crate) fn numbers(&self) -> &Tensor {
-        &self.numbers
-    }
-
-    /// Waits for the verdict, but not for what was launched after it.
-    pub(crate) fn is_bad(&self) -> Result<bool> {
-        if let Some(incoming) = self.incoming.take() {
-            self.is_bad.set(!incoming.receive()?[1].is_finite());
+    pub(super) fn of_all_ranks(group: &ProcessGroup, numbers: Tensor) -> Result<Arc<Self>> {
+        if group.world_size() == 1 {
+            return Self::of(numbers);
         }
-        Ok(self.is_bad.get())
+        // As `scaled::share_verdict`. Zero times an infinity is NaN.
+        let overflow = numbers.narrow(0, 1, 1)?.affine(0., 0.)?;
+        let pair = Tensor::cat(&[&overflow.ones_like()?, &overflow], 0)?;
+        UNSCALE.during(|| group.all_reduce(&pair, ReduceOp::Sum))?;
+        Self::of(pair)
+    }
+
+    /// The pair on the GPU, of a verdict that was made there.
+    pub(crate) fn numbers(&self) -> Option<&Tensor> {
+        self.numbers.as_ref()
+    }
+
+    /// Waits for the verdict, but not for what was launched after it. After an error it is bad.
+    pub(crate) fn is_bad(&self) -> Result<bool> {
+        let mut incoming = lock(&self.incoming);
+        if let Some(incoming) = incoming.take() {
+            let received = incoming.receive();
+            self.is_bad.get_or_init(|| received.as_ref().map_or(true, |numbers| !numbers[1].is_finite()));
+            received?;
+        }
+        Ok(self.is_bad.get().copied().unwrap_or(true))
     }
 }

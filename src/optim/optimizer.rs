@@ -92,19 +92,18 @@ pub trait Optimizer: StateDict {
     /// Returns [`Error::InvalidArgument`] for a negative or NaN `max_norm`, or if no parameter has a gradient.
     fn clip_grad_norm(&mut self, grads: &mut GradStore, max_norm: f64) -> Result<Tensor>;
 
-    /// Divides the gradients by the scale of `scaler`, and returns whether all are finite on all ranks: PyTorch's
-    /// `unscale_`. Use it to inspect or clip gradients before [`GradScaler::step`], which otherwise does this itself.
+    /// Divides the gradients by the scale of `scaler`: PyTorch's `unscale_`. Use it to inspect or clip gradients before
+    /// [`GradScaler::step`], which otherwise does this itself.
     ///
     /// # Errors
     /// Returns the errors of [`GradScaler::unscale`].
-    fn unscale(&mut self, scaler: &mut GradScaler, grads: &mut GradStore) -> Result<bool> {
+    fn unscale(&mut self, scaler: &mut GradScaler, grads: &mut GradStore) -> Result<()> {
         scaler.unscale(grads)
     }
 
-    /// The step of [`GradScaler::step`]. An optimizer whose kernels can leave out a step by themselves does not wait for the verdict in
-    /// between.
+    /// The step of [`GradScaler::step`]. An optimizer whose kernels can leave out a step by themselves does not wait for the verdict.
     #[doc(hidden)]
-    fn step_scaled(&mut self, scaler: &mut GradScaler, grads: &mut GradStore) -> Result<bool> {
+    fn step_scaled(&mut self, scaler: &mut GradScaler, grads: &mut GradStore) -> Result<()> {
         scaler.step_on_host(self, grads)
     }
 
@@ -232,11 +231,11 @@ impl<O: Optimizer + ?Sized> Optimizer for Box<O> {
         (**self).clip_grad_norm(grads, max_norm)
     }
 
-    fn unscale(&mut self, scaler: &mut GradScaler, grads: &mut GradStore) -> Result<bool> {
+    fn unscale(&mut self, scaler: &mut GradScaler, grads: &mut GradStore) -> Result<()> {
         (**self).unscale(scaler, grads)
     }
 
-    fn step_scaled(&mut self, scaler: &mut GradScaler, grads: &mut GradStore) -> Result<bool> {
+    fn step_scaled(&mut self, scaler: &mut GradScaler, grads: &mut GradStore) -> Result<()> {
         (**self).step_scaled(scaler, grads)
     }
 
@@ -263,12 +262,16 @@ impl<O: Optimizer + ?Sized> Optimizer for Box<O> {
 
 impl GradScaler {
     /// Lets `optimizer` divide the gradients, unless [`unscale`](Self::unscale) or [`Optimizer::unscale`] has done so,
-    /// and step if all are finite on all ranks. Returns whether it stepped.
+    /// and step if all are finite on all ranks.
+    ///
+    /// A program that must know at once whether the optimizer has stepped calls [`step_if_finite`](Self::step_if_finite), which waits for a
+    /// GPU. With `step`, the kernels of Adam, AdamW and SGD find out by themselves, and the host learns of it in the next step. As in PyTorch, a
+    /// skipped step lowers the [`current_scale`](Self::current_scale) after [`update`](Self::update).
     ///
     /// # Errors
     /// Returns [`Error::GradScaler`] for a second call in the same step, and those of `unscale` and of the optimizer's
     /// step.
-    pub fn step(&mut self, optimizer: &mut (impl Optimizer + ?Sized), grads: &mut GradStore) -> Result<bool> {
+    pub fn step(&mut self, optimizer: &mut (impl Optimizer + ?Sized), grads: &mut GradStore) -> Result<()> {
         optimizer.step_scaled(self, grads)
     }
 
@@ -277,10 +280,10 @@ impl GradScaler {
         &mut self,
         optimizer: &mut (impl Optimizer + ?Sized),
         grads: &mut GradStore,
-    ) -> Result<bool> {
+    ) -> Result<()> {
         if self.is_scaled() {
             optimizer.unscale(self, grads)?;
         }
-        self.step_if_finite(grads, |grads| optimizer.step(grads))
+        self.step_if_finite(grads, |grads| optimizer.step(grads)).map(drop)
     }
 }

@@ -1,7 +1,6 @@
 //! Updates parameters by the kernels of their rule, or by its operations.
 use super::kernel::{self, Fused, Moment, Sums};
 use super::rule::{UpdateRule, state_dtype};
-use crate::amp::Verdict;
 use crate::error::describe;
 use crate::kernels;
 use crate::tensor::copy::copy;
@@ -24,14 +23,14 @@ pub(super) struct Part<'a, R> {
 }
 
 /// Updates parameters that consist of one part each. After a bad `verdict`, those that a GPU updates together do not change.
-pub(super) fn update_whole<R: UpdateRule>(parts: &[Part<R>], verdict: Option<&Verdict>) -> Result<()> {
+pub(super) fn update_whole<R: UpdateRule>(parts: &[Part<R>], verdict: Option<&Tensor>) -> Result<()> {
     let (alone, together) = sort(parts);
     for part in alone {
         let sums = if part.needs_sums() { part.prepare()? } else { Sums::default() };
         part.update(sums)?;
     }
     if let Some(rule) = rule_of(&together) {
-        kernels::update_whole(rule, &operands(&together), verdict.map(Verdict::numbers))?;
+        kernels::update_whole(rule, &operands(&together), verdict)?;
     }
     Ok(())
 }

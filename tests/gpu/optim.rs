@@ -172,7 +172,7 @@ pub(crate) fn scales(pg: &ProcessGroup) -> Result<()> {
         }
         let before = floats(grads.get(&vars[4]).expect("it has one"));
         let scale = scaler.current_scale() as f32;
-        assert_eq!(scaler.unscale(&mut grads)?, !overflow);
+        scaler.unscale(&mut grads)?;
         let expected: Vec<f32> = before.iter().map(|value| value / scale).collect();
         assert_eq!(floats(grads.get(&vars[4]).expect("it has one")), expected);
         assert_eq!(scaler.step_if_finite(&mut grads, |_| Ok(()))?, !overflow);

@@ -16,16 +16,17 @@ fn model(gpu: &Device, options: DdpOptions) -> (DistributedDataParallel<Linear>,
     (DistributedDataParallel::with_options(&pg, &varmap, build, options).unwrap(), varmap)
 }
 
-/// Of the third step: the waits for all work, and those for earlier work. None on a real GPU.
-fn waits(mut step: impl FnMut() -> candle_ddp::Result<()>) -> Option<[usize; 2]> {
+/// For each of the host's waits in the third step, how many operations the GPU still had to do behind the one that the host waited for.
+/// None on a real GPU.
+fn waits(mut step: impl FnMut() -> candle_ddp::Result<()>) -> Option<Vec<usize>> {
     for _ in 0..2 {
         step().unwrap();
     }
     take_counts();
     step().unwrap();
-    let counts = take_counts()?;
-    let of = |name: &str| counts.iter().find(|(known, _)| known == name).map_or(0, |(_, count)| *count);
-    Some(["wait for all work", "wait for earlier work"].map(of))
+    let waits = take_counts()?.into_iter().filter(|(name, _)| name.starts_with("wait for "));
+    let behind = |name: &str| name.split(' ').find_map(|word| word.parse().ok()).unwrap_or(0);
+    Some(waits.flat_map(|(name, count)| std::iter::repeat_n(behind(&name), count)).collect())
 }
 
 #[test]
@@ -40,13 +41,13 @@ fn no_step_waits_until_the_gpu_has_nothing_to_do() {
         let mut found = Vec::new();
         let (ddp, _) = model(gpu, DdpOptions::default());
         let mut optimizer = AdamW::new(&ddp, ParamsAdamW::default()).unwrap();
-        found.push(("plain", [0, 0], waits(|| optimizer.step(&ddp.backward(&loss(&ddp)?)?))));
+        found.push(("plain", 0, waits(|| optimizer.step(&ddp.backward(&loss(&ddp)?)?))));
         let clipped = waits(|| {
             let mut grads = ddp.backward(&loss(&ddp)?)?;
             optimizer.clip_grad_norm(&mut grads, 1e-3)?;
             optimizer.step(&grads)
         });
-        found.push(("clipped", [0, 0], clipped));
+        found.push(("clipped", 0, clipped));
         let mut grads = ddp.backward(&loss(&ddp).unwrap()).unwrap();
         let before: Vec<f32> = ddp.parameters().iter().flat_map(|var| floats(grads.get(var).unwrap())).collect();
         let norm = optimizer.clip_grad_norm(&mut grads, 1e-3).unwrap().to_scalar::<f64>().unwrap();
@@ -58,13 +59,19 @@ fn no_step_waits_until_the_gpu_has_nothing_to_do() {
         let mut scaler = GradScaler::new(ddp.process_group(), &ddp, GradScalerOptions::default()).unwrap();
         let scaled = waits(|| {
             let mut grads = ddp.backward(&scaler.scale(&loss(&ddp)?)?)?;
-            assert!(scaler.step(&mut optimizer, &mut grads)?);
+            optimizer.unscale(&mut scaler, &mut grads)?;
+            optimizer.clip_grad_norm(&mut grads, 1e-3)?;
+            scaler.step(&mut optimizer, &mut grads)?;
             scaler.update()
         });
-        found.push(("scaled", [0, 1], scaled));
+        // The scale of a loss depends on the verdict on the step before, behind which the GPU has the clipping, the update (together less
+        // than 30 operations) and the next forward pass to do.
+        found.push(("scaled", 1, scaled));
         for (what, expected, found) in found {
             match found {
-                Some(found) => assert_eq!(found, expected, "{what}"),
+                Some(found) => {
+                    assert!(found.len() <= expected && found.iter().all(|behind| *behind >= 40), "{what}: {found:?}");
+                }
                 None => return skip(TEST, "only an emulated GPU counts waits"),
             }
         }
@@ -87,8 +94,7 @@ fn an_overflow_that_the_gpu_knows_first_leaves_nothing_behind() {
                 var.set(&tensor(var.dims(), seed as u64).to_device(gpu).unwrap()).unwrap();
             }
             let mut optimizer = new(&ddp);
-            let options = GradScalerOptions { backoff_factor: 1.0, growth_factor: 1.0, ..Default::default() };
-            let mut scaler = GradScaler::new(ddp.process_group(), &ddp, options).unwrap();
+            let mut scaler = GradScaler::new(ddp.process_group(), &ddp, GradScalerOptions::default()).unwrap();
             for step in 0..4 {
                 let factor = match (step, overflows) {
                     (2, false) => continue,
@@ -98,9 +104,14 @@ fn an_overflow_that_the_gpu_knows_first_leaves_nothing_behind() {
                 let x = (tensor(&[4, 16], step).to_device(gpu).unwrap() * f64::from(factor)).unwrap();
                 let loss = ddp.forward(&x).unwrap().sqr().unwrap().mean_all().unwrap();
                 let mut grads = ddp.backward(&scaler.scale(&loss).unwrap()).unwrap();
-                assert_eq!(scaler.step(&mut optimizer, &mut grads).unwrap(), step != 2);
+                if step != 1 {
+                    optimizer.unscale(&mut scaler, &mut grads).unwrap();
+                    optimizer.clip_grad_norm(&mut grads, 1e-2).unwrap();
+                }
+                scaler.step(&mut optimizer, &mut grads).unwrap();
                 scaler.update().unwrap();
             }
+            assert_eq!(scaler.current_scale(), if overflows { 32768. } else { 65536. });
             let mut state: Vec<_> = optimizer.state_dict().unwrap().into_iter().collect();
             state.sort_by(|a, b| a.0.cmp(&b.0));
             drop(varmap);

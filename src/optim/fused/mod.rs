@@ -11,7 +11,7 @@ use super::clip;
 use super::optimizer::{Optimizer, check_learning_rates};
 use super::parameters::ParameterGroup;
 use super::rule::{self, UpdateRule};
-use crate::amp::GradScaler;
+use crate::amp::{GradScaler, Verdict};
 use crate::backend::Purpose;
 use crate::ddp::gradients::scaled;
 use crate::ddp::gradients::steps::Steps;
@@ -72,6 +72,9 @@ pub struct FusedOptimizer<R> {
     named: bool,
     /// Whether only some parameters have made the last step.
     is_torn: bool,
+    /// The verdict on the last step, if the parameters' numbers of steps do not take it into account yet, and the parameters that have
+    /// made the step unless it is bad.
+    late: Option<(Arc<Verdict>, Vec<usize>)>,
 }
 
 impl<R: UpdateRule> FusedOptimizer<R> {
@@ -116,7 +119,7 @@ impl<R: UpdateRule> FusedOptimizer<R> {
         let model = Steps::sharded(groups.iter().flat_map(|group| &group.parameters).map(|(_, var)| var));
         let Some((model, reducer)) = model.as_ref().and_then(|model| Some((model, model.sharded_by()?))) else {
             let (options, slots, pieces, sharded) = Default::default();
-            let mut optimizer = Self { options, slots, pieces, sharded, named, is_torn: false };
+            let mut optimizer = Self { options, slots, pieces, sharded, named, is_torn: false, late: None };
             optimizer.push(groups)?;
             return Ok(optimizer);
         };
@@ -142,7 +145,7 @@ impl<R: UpdateRule> FusedOptimizer<R> {
         let sharded = Some(Sharded::new(Arc::clone(reducer), shards, &slots, &options)?);
         let others = slots.iter().enumerate().skip(count);
         let pieces = others.map(|own| Piece::whole(own, &options[own.1.group])).collect::<Result<_>>()?;
-        Ok(Self { options, slots, pieces, sharded, named, is_torn: false })
+        Ok(Self { options, slots, pieces, sharded, named, is_torn: false, late: None })
     }
 
     /// Trains the parameters of `group` as well, with its options and without state: PyTorch's `add_param_group`, for
@@ -228,7 +231,7 @@ impl<R: UpdateRule> FusedOptimizer<R> {
         self.pieces().flat_map(|piece| &piece.states).map(bytes).sum()
     }
 
-    fn named(&self) -> impl Iterator<Item = (&String, &Var)> {
+    fn named(&self) -> impl Iterator<Item = (&String, &Var)> + Clone {
         self.slots.iter().map(|slot| (&slot.name, &slot.var))
     }
 
@@ -252,6 +255,28 @@ impl<R: UpdateRule> FusedOptimizer<R> {
         device.is_cuda()
             && self.options().all(may)
             && self.slots.iter().all(|slot| slot.var.device().same_device(device))
+    }
+
+    /// Whether its kernels can leave out a step by this verdict.
+    fn may_judge_by(&self, verdict: &Verdict) -> bool {
+        let at = verdict.numbers().map(Tensor::device);
+        self.may_judge() && self.slots.first().zip(at).is_some_and(|(slot, at)| slot.var.device().same_device(at))
+    }
+
+    /// The parameters that have not made the last step, since it was left out. Waits for the verdict.
+    fn left_out(&self) -> Result<&[usize]> {
+        match &self.late {
+            Some((verdict, parameters)) if verdict.is_bad()? => Ok(parameters),
+            _ => Ok(&[]),
+        }
+    }
+
+    /// Takes the verdict on the last step into account.
+    fn settle(&mut self) -> Result<()> {
+        let left_out = self.left_out()?.to_vec();
+        left_out.into_iter().for_each(|parameter| self.slots[parameter].steps -= 1);
+        self.late = None;
+        Ok(())
     }
 
     /// Refuses an optimizer whose last step has failed in its middle.
@@ -295,13 +320,15 @@ impl<R: UpdateRule> Optimizer for FusedOptimizer<R> {
         Ok(())
     }
 
-    fn step_scaled(&mut self, scaler: &mut GradScaler, grads: &mut GradStore) -> Result<bool> {
+    fn step_scaled(&mut self, scaler: &mut GradScaler, grads: &mut GradStore) -> Result<()> {
         self.check_whole()?;
-        if self.may_judge()
-            && let Some(verdict) = scaler.judge_on_gpu(grads, self.named())?
-        {
-            let stepped = self.apply(grads, Some(&verdict));
-            return scaler.conclude(grads, &verdict, stepped);
+        if self.may_judge() && scaler.is_scaled() {
+            self.unscale(scaler, grads)?;
+        }
+        if let Some(verdict) = scaler.verdict_on_gpu().filter(|verdict| self.may_judge_by(verdict)) {
+            self.apply(grads, Some(&verdict))?;
+            scaler.has_stepped(verdict);
+            return Ok(());
         }
         scaler.step_on_host(self, grads)
     }
@@ -349,19 +376,18 @@ impl<R: UpdateRule> Optimizer for FusedOptimizer<R> {
     ///
     /// # Errors
     /// Returns the errors of [`GradScaler::unscale`]; under sharding, [`Error::InvalidArgument`] without a new backward pass.
-    fn unscale(&mut self, scaler: &mut GradScaler, grads: &mut GradStore) -> Result<bool> {
+    fn unscale(&mut self, scaler: &mut GradScaler, grads: &mut GradStore) -> Result<()> {
         let Some(sharded) = &self.sharded else { return scaler.unscale_with(grads, self.named()) };
         let pending = sharded.reducer.pending()?;
         let mut divided = 1.;
         let kept = self.slots.first().map(|slot| &slot.var);
-        let finite = scaler.unscale_sharded(grads, kept, |factor| {
+        scaler.unscale_sharded(grads, kept, |factor| {
             divided = factor;
             // As the next step will see them, in f32.
             let largest = sharded.norm_here(&pending, clip::NormType::Inf)? * pending.scale * factor;
             Ok(!(largest as f32).is_finite())
         })?;
-        sharded.reducer.scale_pending(divided)?;
-        Ok(finite)
+        sharded.reducer.scale_pending(divided)
     }
 
     fn save_distributed(&self, group: &ProcessGroup, path: &Path) -> Result<()> {

@@ -34,8 +34,10 @@ impl<R: UpdateRule> FusedOptimizer<R> {
             dict.insert(TORN.to_string(), state::count(1)?);
         }
         dict.insert("learning_rates".to_string(), state::list(&self.learning_rates())?);
-        for slot in &self.slots {
-            dict.insert(key(&slot.name, "step"), state::count(slot.steps)?);
+        let left_out = self.left_out()?;
+        for (index, slot) in self.slots.iter().enumerate() {
+            let steps = slot.steps - u64::from(left_out.contains(&index));
+            dict.insert(key(&slot.name, "step"), state::count(steps)?);
         }
         for piece in &self.pieces {
             let name = &self.slots[piece.parameter].name;
@@ -172,7 +174,7 @@ impl<R: UpdateRule> StateDict for FusedOptimizer<R> {
         loader.finish()?;
         check_learning_rates(&learning_rates, self.options.len())?;
         Ok(Box::new(move || {
-            self.is_torn = is_torn;
+            (self.is_torn, self.late) = (is_torn, None);
             for (options, learning_rate) in self.options.iter_mut().zip(learning_rates) {
                 options.set_learning_rate(learning_rate);
             }

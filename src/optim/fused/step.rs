@@ -12,12 +12,14 @@ use crate::optim::update::{self, Part, misfit};
 use crate::{Error, Result};
 use candle_core::backprop::GradStore;
 use candle_core::{Shape, Tensor};
+use std::sync::Arc;
 
 impl<R: UpdateRule> FusedOptimizer<R> {
-    /// After a bad `verdict`, this is no step.
-    pub(super) fn apply(&mut self, grads: &GradStore, verdict: Option<&Verdict>) -> Result<()> {
+    /// After a bad `verdict`, which must be of the GPU, this is no step. Does not wait for it.
+    pub(super) fn apply(&mut self, grads: &GradStore, verdict: Option<&Arc<Verdict>>) -> Result<()> {
         scaled::check_unscaled(grads, "step")?;
         check_averaged(grads, self.named())?;
+        self.settle()?;
         // Check everything before changing anything.
         let pending = self.sharded.as_ref().map(|sharded| sharded.pending(&self.slots, grads)).transpose()?;
         let gradients = self.pieces.iter().map(|piece| self.gradient(piece, grads)).collect::<Result<Vec<_>>>()?;
@@ -34,13 +36,11 @@ impl<R: UpdateRule> FusedOptimizer<R> {
             let limit = limits[self.slots[piece.parameter].group];
             parts.push(self.part(piece, (&piece.values, &piece.placement.shape), gradient, limit));
         }
-        update::update_whole(&parts, verdict)?;
-        if verdict.map_or(Ok(false), Verdict::is_bad)? {
-            return Ok(());
-        }
-        for (piece, gradient) in self.pieces.iter().zip(&gradients) {
-            self.slots[piece.parameter].steps += u64::from(gradient.is_some());
-        }
+        update::update_whole(&parts, verdict.and_then(|verdict| verdict.numbers()))?;
+        let present = self.pieces.iter().zip(&gradients).filter(|(_, gradient)| gradient.is_some());
+        let stepped: Vec<usize> = present.map(|(piece, _)| piece.parameter).collect();
+        stepped.iter().for_each(|parameter| self.slots[*parameter].steps += 1);
+        self.late = verdict.map(|verdict| (Arc::clone(verdict), stepped));
         for (slot, present) in self.slots.iter_mut().zip(pending.iter().flat_map(|pending| &pending.present)) {
             slot.steps += u64::from(*present);
         }

@@ -131,10 +131,12 @@ impl Mark {
         self.changed.notify_all();
     }
 
-    /// Counts whether the stream has later work, which it does while the host learns of this and enqueues more.
+    /// Counts whether the stream has later work, and how much, which it does while the host learns of this and enqueues more.
     fn wait_on_host(&self) {
-        let is_last = self.before == self.pushed.load(Ordering::Relaxed);
-        count(if is_last { WAIT } else { EARLY_WAIT }, 1);
+        match self.pushed.load(Ordering::Relaxed) - self.before {
+            0 => count(WAIT, 1),
+            later => count(&format!("{EARLY_WAIT} with {later} operations behind it"), 1),
+        }
         self.wait();
     }
 

@@ -210,7 +210,10 @@ impl Program<'_, '_> {
             assert!(norm > 0.01, "{norm}");
         }
         assert!(match &mut self.second {
-            None => self.scaler.step(optimizer, &mut grads)?,
+            None => {
+                self.scaler.step(optimizer, &mut grads)?;
+                true
+            }
             Some(second) => self.scaler.step_if_finite(&mut grads, |grads| {
                 optimizer.step(grads)?;
                 second.optimizer.step(grads)
