@@ -9,7 +9,7 @@ use candle_ddp::optim::{
     AdamW, ClipOptions, FusedOptimizer, NormType, Optimizer, ParameterGroup, ParamsAdam, ParamsLamb, ParamsSgd,
     UpdateRule, ZeroRedundancyOptimizer, clip_grad_norm_with, clip_grad_value,
 };
-use candle_ddp::{DdpOptions, DistributedDataParallel, ProcessGroup, Result, Sharding};
+use candle_ddp::{DdpOptions, DistributedDataParallel, OnNonFinite, ProcessGroup, Result, Sharding};
 use candle_nn::{Linear, ParamsAdamW, VarBuilder, VarMap, linear};
 
 const STEPS: u64 = 100;
@@ -219,4 +219,38 @@ pub(crate) fn shards(pg: &ProcessGroup) -> Result<()> {
     compare(pg, ParamsAdamW::default())?;
     compare(pg, ParamsSgd { lr: 0.1, momentum: 0.9, ..Default::default() })?;
     compare(pg, ParamsLamb { lr: 0.01, ..Default::default() })
+}
+
+/// A step that is not finite on the last rank alone is left out on all of them, which the GPUs know before the host does.
+pub(crate) fn skips(pg: &ProcessGroup) -> Result<()> {
+    let train = |is_scaled: bool, is_left_out: bool| -> Result<Vec<Vec<f32>>> {
+        let on_non_finite = Some(OnNonFinite::Skip { at_most: 1 });
+        let options = DdpOptions { on_non_finite, ..Default::default() };
+        let ddp = DistributedDataParallel::with_options(pg, &VarMap::new(), |vb| linear(30, 5, vb), options)?;
+        let vars = ddp.parameters();
+        for (seed, var) in vars.iter().enumerate() {
+            var.set(&tensor(var.elem_count(), seed as u64, DType::F32, pg.device()).reshape(var.shape())?)?;
+        }
+        let mut optimizer = AdamW::new(&ddp, ParamsAdamW::default())?;
+        let options = GradScalerOptions { enabled: is_scaled, ..Default::default() };
+        let mut scaler = GradScaler::new(pg, &ddp, options)?;
+        for step in (0..8).filter(|step| is_left_out || *step != 5) {
+            let is_bad = step == 5 && pg.rank() + 1 == pg.world_size();
+            let x = tensor(120, step + 10 * pg.rank() as u64, DType::F32, pg.device()).reshape((4, 30))?;
+            let x = (x * if is_bad { f64::INFINITY } else { 1. })?;
+            let mut grads = ddp.backward(&scaler.scale(&ddp.forward(&x)?.sqr()?.mean_all()?)?)?;
+            optimizer.unscale(&mut scaler, &mut grads)?;
+            optimizer.clip_grad_norm(&mut grads, 1e-2)?;
+            scaler.step(&mut optimizer, &mut grads)?;
+            scaler.update()?;
+        }
+        assert_eq!(ddp.skipped_steps(), u64::from(is_left_out && !is_scaled));
+        let mut state: Vec<_> = optimizer.state_dict()?.into_iter().collect();
+        state.sort_by(|a, b| a.0.cmp(&b.0));
+        Ok(vars.iter().map(|var| floats(var)).chain(state.iter().map(|(_, tensor)| floats(tensor))).collect())
+    };
+    for is_scaled in [false, true] {
+        assert_eq!(train(is_scaled, true)?, train(is_scaled, false)?, "scaled: {is_scaled}");
+    }
+    Ok(())
 }

@@ -40,6 +40,14 @@ pub fn any_non_finite(tensors: &[&Tensor]) -> Result<bool> {
     Ok(false)
 }
 
+/// A pair on the GPU whose second number is finite if all elements of the tensors are. `None` unless they are contiguous, on one GPU and of
+/// one dtype. Does not wait.
+pub fn judge(tensors: &[&Tensor]) -> Result<Option<Tensor>> {
+    let tensors: Vec<&Tensor> = tensors.iter().copied().filter(|tensor| tensor.elem_count() > 0).collect();
+    let by_kernel = |tensor: &&Tensor| kernels::take(tensor.device(), tensor.dtype()) && tensor.is_contiguous();
+    if tensors.iter().all(by_kernel) { kernels::judge(&tensors) } else { Ok(None) }
+}
+
 fn among<E: Element>(values: &[E]) -> Option<&'static str> {
     // A block is judged at once, without branches.
     const BLOCK: usize = 1024;

@@ -9,7 +9,7 @@ use candle_core::backprop::GradStore;
 use candle_core::{TensorId, Var};
 use std::collections::HashSet;
 use std::fmt::Debug;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, Weak};
 
 /// The models whose marks stores may have.
@@ -30,6 +30,8 @@ pub(crate) struct Steps {
     is_left_out: AtomicBool,
     /// The verdict on the last step, if the host does not know it yet.
     late: Mutex<Option<Arc<Verdict>>>,
+    /// How many parameters the last step has updated by optimizers that can leave out a step by themselves.
+    judged: AtomicUsize,
 }
 
 /// Hashes of everything that must be the same on all ranks in a step.
@@ -55,6 +57,7 @@ impl Steps {
             last: Mutex::default(),
             is_left_out: AtomicBool::new(false),
             late: Mutex::default(),
+            judged: AtomicUsize::new(0),
         });
         let mut models = lock(&MODELS);
         models.retain(|model| model.strong_count() > 0);
@@ -111,6 +114,16 @@ impl Steps {
         *lock(&self.late) = Some(Arc::clone(verdict));
     }
 
+    /// The verdict on the last step, if the host does not know it yet.
+    pub(crate) fn late(&self) -> Option<Arc<Verdict>> {
+        lock(&self.late).clone()
+    }
+
+    /// Whether optimizers that can leave out a step by themselves have made one with all gradients since the last call.
+    pub(in crate::ddp) fn take_judged(&self) -> bool {
+        self.judged.swap(0, Ordering::Relaxed) >= self.averaged.len()
+    }
+
     /// Whether a step was left out since the last call.
     pub(in crate::ddp) fn take_left_out(&self) -> Result<bool> {
         let late = lock(&self.late).take();
@@ -120,10 +133,15 @@ impl Steps {
 
     /// An optimizer that has these parameters, with their options and numbers of steps, has made a step.
     ///
-    /// The number is None where a step does not depend on the earlier ones.
-    pub(crate) fn made<'a, R: Debug + 'a>(&self, parameters: impl Iterator<Item = (&'a R, &'a Var, Option<u64>)>) {
+    /// The number is None where a step does not depend on the earlier ones. `judges`: the optimizer could have left it out by itself.
+    pub(crate) fn made<'a, R: Debug + 'a>(
+        &self,
+        parameters: impl Iterator<Item = (&'a R, &'a Var, Option<u64>)>,
+        judges: bool,
+    ) {
         let (mut all, mut numbers) = (Vec::<&R>::new(), Vec::new());
         for (options, _, number) in parameters.filter(|(_, var, _)| self.has(var)) {
+            self.judged.fetch_add(usize::from(judges), Ordering::Relaxed);
             if !all.last().is_some_and(|last| std::ptr::eq(*last, options)) {
                 all.push(options);
             }

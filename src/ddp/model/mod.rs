@@ -12,6 +12,7 @@ pub(in crate::ddp) mod replica;
 pub(in crate::ddp) mod sharding;
 pub(in crate::ddp) mod virtual_ranks;
 
+use crate::amp::Verdict;
 use crate::backend;
 use crate::ddp::blocks::Blocks;
 use crate::ddp::buckets::plan::BucketCaps;
@@ -68,6 +69,8 @@ pub struct DistributedModel {
     pub(in crate::ddp) window: Mutex<Window>,
     pub(in crate::ddp) compared: Compared,
     pub(in crate::ddp) skipped: Mutex<Skipped>,
+    /// The verdict on the last step, which `skipped` does not count yet.
+    pub(in crate::ddp) late: Mutex<Option<Arc<Verdict>>>,
     /// Where the group keeps `skipped`.
     kept: usize,
     /// Under sharding.
@@ -158,6 +161,7 @@ impl DistributedModel {
             window,
             compared,
             skipped,
+            late: Mutex::default(),
             kept,
             blocks,
         };

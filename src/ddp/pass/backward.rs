@@ -150,9 +150,9 @@ use std::panic::Location;
 /// [sharded](crate::Sharding) model's optimizer keeps the gradients, for `into` with a count, or with gradients
 /// that a step has used.
 #[track_caller]
-pub fn backward_with(loss: &Tensor, models: &[&DistributedModel], options: Backward<'_>) -> Result<GradStore> {
+pub fn backward_with(loss: &Tensor, models: &[&DistributedModel], mut options: Backward<'_>) -> Result<GradStore> {
     CallSite::around(Location::caller(), || {
-        check_into(models, &options)?;
+        check_into(models, &mut options)?;
         let mut pass = Pass::new(loss, models, &options);
         let grads = average(loss, &mut pass, None)?;
         match options {
@@ -177,8 +177,9 @@ pub(crate) fn backward_in_parts(
 }
 
 /// Refuses gradients to which a pass cannot add its own.
-fn check_into(models: &[&DistributedModel], options: &Backward) -> Result<()> {
-    let Some(grads) = &options.into else { return Ok(()) };
+fn check_into(models: &[&DistributedModel], options: &mut Backward) -> Result<()> {
+    let Some(grads) = &mut options.into else { return Ok(()) };
+    non_finite::settle_store(grads)?;
     if models.iter().any(|model| model.marks().has_local(grads)) {
         let reason = "it holds this rank's own sums from a backward pass under no_sync. The model holds these sums as \
                       well, and the next synchronised pass averages them: pass another store, or GradStore::default()";

@@ -39,6 +39,8 @@ pub(in crate::ddp) struct Pass<'a> {
     pub(in crate::ddp) count: Option<f64>,
     /// Under virtual ranks, the number of the micro-batch.
     pub(in crate::ddp) micro_batch: Option<usize>,
+    /// Whether the gradients are added to others.
+    is_added: bool,
     /// This rank's loss, if it is not finite and that counts.
     pub(in crate::ddp) loss: Option<f64>,
     /// The ranks that have inputs. None outside of a join, where all have.
@@ -63,7 +65,7 @@ impl<'a> Pass<'a> {
             adds_up: into.as_ref().is_some_and(|kept| core.marks().has_last(kept)),
         };
         let mut pass = Self::of(models.iter().map(member).collect(), Some(Graph::of(loss)), *count, None);
-        pass.micro_batch = *micro_batch;
+        (pass.micro_batch, pass.is_added) = (*micro_batch, into.is_some());
         pass
     }
 
@@ -76,9 +78,9 @@ impl<'a> Pass<'a> {
     }
 
     fn of(models: Vec<Member<'a>>, graph: Option<Graph<'a>>, count: Option<f64>, active: Option<Active>) -> Self {
-        let (micro_batch, begun, has_succeeded) = (None, Vec::new(), false);
+        let (micro_batch, is_added, begun, has_succeeded) = (None, false, Vec::new(), false);
         let (loss, _sums) = (None, function::Pass::begin());
-        Self { models, graph, count, micro_batch, loss, active, begun, has_succeeded, _sums }
+        Self { models, graph, count, micro_batch, is_added, loss, active, begun, has_succeeded, _sums }
     }
 
     /// The models whose gradients are for a step.
@@ -129,6 +131,7 @@ impl<'a> Pass<'a> {
 
     /// Begins the pass in the reducers.
     pub(in crate::ddp) fn begin(&mut self) -> Result<()> {
+        self.models.iter().try_for_each(|model| settle::settle_late(model.core))?;
         let mut successor = None;
         for member in self.models.iter().rev() {
             let (Member { core, synchronises, adds_up }, sends) = (*member, member.sends());
@@ -164,7 +167,15 @@ impl<'a> Pass<'a> {
         }
         // Which rank it was is only asked if there are too many such steps.
         let looks_before = policy == OnNonFinite::Stop || lock(&model.skipped).in_a_row > 0;
-        Findings { looks: true, looks_before, loss: self.loss, ..Findings::default() }
+        let is_judged = model.synchronises() && model.marks().steps.take_judged();
+        let is_alone = self.models.len() == 1 && !self.is_added && self.micro_batch.is_none();
+        let is_plain = is_alone && self.count.is_none() && !self.is_joined() && !model.ignores;
+        let may_be_late = is_judged
+            && is_plain
+            && !looks_before
+            && model.variables.buffers.is_empty()
+            && *lock(&model.first) == Some(true);
+        Findings { looks: true, looks_before, loss: self.loss, may_be_late, ..Findings::default() }
     }
 
     /// Ends the groups whose other ranks wait for this one, now or, for the sum of its micro-batches, later. In a world of

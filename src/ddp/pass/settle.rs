@@ -1,7 +1,8 @@
 //! All ranks leave out a step whose gradients are not finite, or end the run.
+use crate::ddp::model::DistributedModel;
 use crate::ddp::pass::Pass;
 use crate::ddp::pass::order::Member;
-use crate::ddp::watch::non_finite::{DDP_NON_FINITE, Finding, Findings, leave_out};
+use crate::ddp::watch::non_finite::{DDP_NON_FINITE, Finding, Findings, leave_out, put_verdict};
 use crate::panic::lock;
 use crate::warnings::warn_aloud;
 use crate::{Error, Result};
@@ -15,6 +16,10 @@ pub(in crate::ddp) fn settle(pass: &Pass, grads: &mut GradStore) -> Result<bool>
         return Ok(false);
     };
     let findings = members.iter().map(|model| model.core.reducer.findings()).collect::<Result<Vec<_>>>()?;
+    if let ([Member { core, .. }], [Findings { verdict: Some(verdict), .. }]) = (&members[..], &findings[..]) {
+        *lock(&core.late) = Some(put_verdict(grads, &core.marks().steps, verdict.clone())?);
+        return Ok(false);
+    }
     let is_found = findings.iter().any(|findings| findings.is_agreed);
     let (mut is_left_out, mut in_a_row) = (false, 0);
     for (Member { core, adds_up, .. }, _) in members.iter().zip(&findings).filter(|(_, findings)| findings.looks) {
@@ -46,12 +51,30 @@ pub(in crate::ddp) fn settle(pass: &Pass, grads: &mut GradStore) -> Result<bool>
             (None, Some((parameter, value))) => format!("rank 0's gradient of {parameter} contains {value}"),
             (None, None) => "a gradient is not finite".to_string(),
         };
-        warn_aloud(format_args!(
-            "all ranks leave out this step, since {what} (OnNonFinite::Skip). Further ones are only counted, in \
-             DistributedDataParallel::skipped_steps"
-        ));
+        warn("this step", &what);
     }
     Ok(is_left_out)
+}
+
+fn warn(which: &str, what: &str) {
+    warn_aloud(format_args!(
+        "all ranks leave out {which}, since {what} (OnNonFinite::Skip). Further ones are only counted, in \
+         DistributedDataParallel::skipped_steps"
+    ));
+}
+
+/// Counts the last step, if the host does not know yet whether it was left out. Waits for the verdict.
+pub(in crate::ddp) fn settle_late(core: &DistributedModel) -> Result<()> {
+    let Some(verdict) = lock(&core.late).take() else { return Ok(()) };
+    let is_bad = verdict.is_bad()?;
+    let total = core.count_skipped(|skipped| {
+        skipped.pass(true, !is_bad);
+        skipped.total
+    });
+    if is_bad && core.group().rank() == 0 && total == 1 {
+        warn("the last step", "a gradient is not finite");
+    }
+    Ok(())
 }
 
 /// The error of a pass that must not be used, which is the same on all ranks: asks them which gradient was the first.

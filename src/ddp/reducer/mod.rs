@@ -20,6 +20,7 @@ use crate::ddp::watch::non_finite::{Finding, Findings, OnNonFinite};
 use crate::panic::lock;
 use crate::process_group::Active;
 use crate::tensor::copy;
+use crate::tensor::finite::judge;
 use crate::trace::{Row, Trace, nvtx_mark};
 use crate::virtual_ranks::Leaf;
 use crate::{Error, Result};
@@ -358,7 +359,8 @@ impl Reducer {
             if let Some(flag) = state.stop_flag(usage.as_ref())? {
                 self.groups.main().carry_stop(flag);
             }
-            let is_flagged = part.findings.looks && state.non_finite_flag(usage.as_ref(), message)?;
+            let is_late = part.findings.may_be_late && matches!(state.reduction, Reduction::AllReduce);
+            let is_flagged = part.findings.looks && !is_late && state.non_finite_flag(usage.as_ref(), message)?;
             part.total = message.count.map(|own| state.total_count(usage.as_ref(), own)).transpose()?;
             let factor = self.factor(part, &state);
             self.agree_on_order(part, &mut state)?;
@@ -376,7 +378,10 @@ impl Reducer {
                 return Ok(part.used.iter().map(|_| Gradient::Absent).collect());
             }
             let gradients = state.gradients(&part.used, factor)?;
-            if part.findings.looks {
+            if is_late {
+                part.findings.verdict = judge(&gradients.iter().filter_map(Gradient::tensor).collect::<Vec<_>>())?;
+            }
+            if part.findings.looks && part.findings.verdict.is_none() {
                 state.look(&gradients, &mut part.findings)?;
             }
             Ok(gradients)

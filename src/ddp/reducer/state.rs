@@ -56,7 +56,7 @@ pub(crate) enum Gradient {
 }
 
 impl Gradient {
-    fn tensor(&self) -> Option<&Tensor> {
+    pub(super) fn tensor(&self) -> Option<&Tensor> {
         match self {
             Self::Present(tensor) => Some(tensor),
             Self::Absent => None,

@@ -1,9 +1,11 @@
 //! Steps whose gradients are not finite.
+use crate::amp::Verdict;
 use crate::backend::Purpose;
+use crate::ddp::gradients::steps::Steps;
 use crate::{Error, Result};
 use candle_core::backprop::GradStore;
-use candle_core::{DType, Device, Var};
-use std::sync::OnceLock;
+use candle_core::{DType, Device, Tensor, Var};
+use std::sync::{Arc, OnceLock};
 
 pub(in crate::ddp) static DDP_NON_FINITE: Purpose = Purpose::of("which gradient was not finite");
 
@@ -12,7 +14,8 @@ pub(in crate::ddp) static DDP_NON_FINITE: Purpose = Purpose::of("which gradient 
 /// All ranks decide the same in the same step, without a collective: each looks at the averaged gradients, which all have. Where
 /// ranks have parts of them, or the results of a [communication hook](crate::comm_hook), a flag travels with the used flags. If any rank
 /// [ignores](crate::Role::Ignored) variables of the model, such as experts, each looks at its gradients of them, and the ranks tell each
-/// other in one more collective. This reads the gradients once more; on a GPU, `backward` waits for them.
+/// other in one more collective. This reads the gradients once more; on a GPU, `backward` waits for them,
+/// but not always with `Skip`.
 ///
 /// With a [hook](crate::comm_hook::CommHook::is_local) that sends nothing, each rank decides for itself.
 ///
@@ -29,6 +32,13 @@ pub enum OnNonFinite {
     /// AdamW changes no parameter either, but counts a step.) The buffers get the values from before the step. With
     /// [`Backward::into`](crate::Backward::into), one such pass leaves out the whole step, and so does one micro-batch under
     /// [`no_sync`](crate::DistributedDataParallel::no_sync).
+    ///
+    /// **On a GPU**, nothing waits for a model without buffers whose last step [`Adam`](crate::optim::Adam), [`AdamW`](crate::optim::AdamW) or
+    /// [`Sgd`](crate::optim::Sgd) made, with neither sharding, a hook, ignored variables, a count nor a join. The store then has the
+    /// gradients as they are, with the verdict on them: such an optimizer leaves out the step by itself, any other of this crate waits for
+    /// the verdict, and a norm is not finite. The count, and the warning, which does not name the parameter then, come with the next pass,
+    /// or with a call of `skipped_steps`, which waits. (An optimizer that is not of this crate must not follow one of these in the middle of
+    /// training: call `skipped_steps` before its first pass.)
     ///
     /// Rank 0 warns of the first such step. What a program does after each step, such as an update of a schedule or of an
     /// average of weights, it may leave out when the count has grown.
@@ -125,10 +135,52 @@ pub(crate) struct Findings {
     pub(in crate::ddp) averaged: Option<Finding>,
     /// Whether the step must not be made; the same on all ranks.
     pub(in crate::ddp) is_agreed: bool,
+    /// Whether the host may learn later whether the averaged gradients are finite.
+    pub(in crate::ddp) may_be_late: bool,
+    /// The verdict on the averaged gradients, if only a GPU knows it.
+    pub(in crate::ddp) verdict: Option<Tensor>,
 }
 
 /// The key under which the store of a step that is left out has a tensor.
 static SKIPPED: OnceLock<Var> = OnceLock::new();
+
+/// The key under which the store of a step has the verdict on its gradients, if the host need not know it yet.
+static LATE: OnceLock<Var> = OnceLock::new();
+
+fn key(of: &OnceLock<Var>) -> Result<&Var> {
+    if let Some(key) = of.get() {
+        return Ok(key);
+    }
+    let key = Var::zeros((), DType::F32, &Device::Cpu)?;
+    Ok(of.get_or_init(|| key))
+}
+
+/// Puts the verdict on the gradients of the model with these `steps` into their store.
+pub(in crate::ddp) fn put_verdict(grads: &mut GradStore, steps: &Steps, numbers: Tensor) -> Result<Arc<Verdict>> {
+    let verdict = Verdict::of(numbers.clone())?;
+    steps.leave_out_if_bad(&verdict);
+    grads.insert(key(&LATE)?, numbers);
+    Ok(verdict)
+}
+
+/// The verdict on the gradients in the store, if the host need not know it yet.
+pub(crate) fn late_verdict(grads: &GradStore) -> Result<Option<Arc<Verdict>>> {
+    let Some(numbers) = LATE.get().and_then(|key| grads.get(key)) else { return Ok(None) };
+    let is_its = |verdict: &Arc<Verdict>| verdict.numbers().is_some_and(|own| own.id() == numbers.id());
+    let known = Steps::of(grads).iter().filter_map(|model| model.late()).find(is_its);
+    known.map_or_else(|| Verdict::of(numbers.clone()), Ok).map(Some)
+}
+
+/// Waits for the verdict on the gradients in the store, if there is one, and leaves out their step if it is bad.
+pub(in crate::ddp) fn settle_store(grads: &mut GradStore) -> Result<()> {
+    if let Some(verdict) = late_verdict(grads)? {
+        if verdict.is_bad()? {
+            return leave_out(grads);
+        }
+        grads.remove(key(&LATE)?);
+    }
+    Ok(())
+}
 
 /// Whether `grads` is what a backward pass has returned for a step that all ranks leave out.
 pub(crate) fn is_skipped(grads: &GradStore) -> bool {
@@ -137,15 +189,9 @@ pub(crate) fn is_skipped(grads: &GradStore) -> bool {
 
 /// Makes `grads` the store of a step that is left out.
 pub(in crate::ddp) fn leave_out(grads: &mut GradStore) -> Result<()> {
-    let key = match SKIPPED.get() {
-        Some(key) => key.clone(),
-        None => {
-            let key = Var::zeros((), DType::F32, &Device::Cpu)?;
-            SKIPPED.get_or_init(|| key).clone()
-        }
-    };
+    let key = key(&SKIPPED)?;
     *grads = GradStore::default();
-    grads.insert(&key, key.zeros_like()?);
+    grads.insert(key, key.zeros_like()?);
     Ok(())
 }
 

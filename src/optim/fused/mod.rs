@@ -15,7 +15,7 @@ use crate::amp::{GradScaler, Verdict};
 use crate::backend::Purpose;
 use crate::ddp::gradients::scaled;
 use crate::ddp::gradients::steps::Steps;
-use crate::ddp::watch::non_finite::is_skipped;
+use crate::ddp::watch::non_finite::{is_skipped, late_verdict};
 use crate::process_group::{Operation, ProcessGroup};
 use crate::state::StateDict;
 use crate::variables::Parameters;
@@ -298,7 +298,14 @@ impl<R: UpdateRule> Optimizer for FusedOptimizer<R> {
     /// of the averaged parameters or comes from a backward pass under `no_sync`. A rank's error ends the group on all ranks.
     fn step(&mut self, grads: &GradStore) -> Result<()> {
         self.check_whole()?;
-        let Some(sharded) = &self.sharded else { return self.apply(grads, None) };
+        let Some(sharded) = &self.sharded else {
+            let verdict = late_verdict(grads)?;
+            return match verdict {
+                Some(verdict) if self.may_judge_by(&verdict) => self.apply(grads, Some(&verdict)),
+                Some(verdict) if verdict.is_bad()? => Ok(()),
+                _ => self.apply(grads, None),
+            };
+        };
         if is_skipped(grads) {
             return sharded.reducer.clear_pending();
         }

@@ -45,10 +45,11 @@ impl<R: UpdateRule> FusedOptimizer<R> {
             slot.steps += u64::from(*present);
         }
         for model in Steps::of(grads) {
-            model.made(self.slots.iter().map(|slot| {
+            let made = self.slots.iter().map(|slot| {
                 let options = &self.options[slot.group];
                 (options, &slot.var, number(options, slot.steps))
-            }));
+            });
+            model.made(made, self.may_judge());
         }
         self.sharded.as_ref().map_or(Ok(()), |sharded| sharded.reducer.clear_pending())
     }

@@ -149,9 +149,7 @@ fn assigned(Assignment { destination, source, factor, accumulate }: &Assignment)
 
 /// Returns the magnitude of contiguous tensors. Waits for the GPU once per dtype.
 pub fn measure(tensors: &[&Tensor]) -> Result<Extent> {
-    let entry =
-        |tensor: &Tensor| Ok(Entry { elements: tensor.elem_count(), gradient: input(tensor)?, ..Default::default() });
-    measured(tensors, entry, |batch| program::measure(&batch.gpu(), batch.dtype, &batch.entries))
+    measured(tensors, read, |batch| program::measure(&batch.gpu(), batch.dtype, &batch.entries))
 }
 
 /// Multiplies contiguous tensors in place by `max_norm` / (norm + 10⁻⁶), if that is less than 1 or NaN, and returns the norm before, an f64
@@ -189,9 +187,23 @@ pub fn rescale_measured(tensors: &[&Tensor], factor: f64) -> Result<Extent> {
 /// Multiplies contiguous tensors in place, and returns a verdict on them: a pair in f64 on the GPU, whose second number is finite if all
 /// elements are. Does nothing, and returns `None`, for tensors on several GPUs or of several dtypes. Does not wait.
 pub fn rescale_judged(tensors: &[&Tensor], factor: f64) -> Result<Option<Tensor>> {
-    let batches = Batch::all(tensors.iter().map(|tensor| (*tensor, changed(tensor, factor))))?;
+    let launch = |batch: &Batch| program::rescale_measured(&batch.gpu(), batch.dtype, &batch.entries);
+    judged(tensors, |tensor| changed(tensor, factor), launch)
+}
+
+/// The verdict of [`rescale_judged`], on tensors that stay as they are.
+pub fn judge(tensors: &[&Tensor]) -> Result<Option<Tensor>> {
+    judged(tensors, read, |batch| program::measure(&batch.gpu(), batch.dtype, &batch.entries))
+}
+
+fn judged(
+    tensors: &[&Tensor],
+    entry: impl Fn(&Tensor) -> Result<Entry>,
+    launch: impl Fn(&Batch) -> Result<Option<CudaSlice<f64>>>,
+) -> Result<Option<Tensor>> {
+    let batches = Batch::all(tensors.iter().map(|tensor| (*tensor, entry(tensor))))?;
     let [batch] = batches.as_slice() else { return Ok(None) };
-    let Some(numbers) = program::rescale_measured(&batch.gpu(), batch.dtype, &batch.entries)? else { return Ok(None) };
+    let Some(numbers) = launch(batch)? else { return Ok(None) };
     Ok(Some(tensor_of(numbers, batch.device).narrow(0, 0, 2)?))
 }
 
@@ -222,6 +234,11 @@ fn change(tensors: &[&Tensor], kernel: Kernel, scalar: f64) -> Result<()> {
     Batch::all(tensors.iter().map(|tensor| (*tensor, changed(tensor, scalar))))?
         .iter()
         .try_for_each(|batch| program::change(&batch.gpu(), kernel, batch.dtype, &batch.entries))
+}
+
+/// Returns the entry of a tensor that is only read.
+fn read(tensor: &Tensor) -> Result<Entry> {
+    Ok(Entry { elements: tensor.elem_count(), gradient: input(tensor)?, ..Default::default() })
 }
 
 /// Returns the entry of a tensor that is changed in place.
