@@ -1,22 +1,47 @@
 //! How often the host waits for a GPU in a step. A wait for work after which more has been launched costs the GPU nothing: it is busy
 //! until the host has launched the next kernel.
 use super::on_gpu;
-use crate::common::{floats, skip, tensor};
-use candle_core::{DType, Device, Result, Tensor, Var};
+use crate::common::{floats, skip, tensor, tiny};
+use candle_core::{DType, Device, Result, Tensor};
 use candle_ddp::amp::{GradScaler, GradScalerOptions};
 use candle_ddp::checkpoint::StateDict;
-use candle_ddp::optim::{AdamW, Optimizer, ParamsAdamW, ParamsSgd, Sgd};
+use candle_ddp::optim::{AdamW, Lamb, Optimizer, ParamsAdamW, ParamsLamb, ParamsSgd, Sgd};
 use candle_ddp::{
-    Backend, DdpOptions, DistributedDataParallel, InitOptions, OnNonFinite, Precision, init_process_group,
+    Backend, Buckets, DdpOptions, DistributedDataParallel, InitOptions, OnNonFinite, Precision, Unused,
+    init_process_group,
 };
 use candle_ddp_testing::take_counts;
-use candle_nn::{Linear, VarBuilder, VarMap, linear};
+use candle_nn::{Linear, Module, VarBuilder, VarMap, linear};
 
 fn model(gpu: &Device, options: DdpOptions) -> (DistributedDataParallel<Linear>, VarMap) {
+    made(gpu, options, |vb| linear(16, 8, vb))
+}
+
+fn pair(vb: VarBuilder) -> Result<[Linear; 2]> {
+    Ok([linear(16, 8, vb.pp("a"))?, linear(8, 8, vb.pp("b"))?])
+}
+
+/// The parameters are the same in each call.
+fn made<M>(
+    gpu: &Device,
+    options: DdpOptions,
+    build: fn(VarBuilder) -> Result<M>,
+) -> (DistributedDataParallel<M>, VarMap) {
     let (device, varmap) = (Some(gpu.clone()), VarMap::new());
     let pg = init_process_group(InitOptions { backend: Backend::Single, device, ..Default::default() }).unwrap();
-    let build = |vb: VarBuilder| linear(16, 8, vb);
-    (DistributedDataParallel::with_options(&pg, &varmap, build, options).unwrap(), varmap)
+    let ddp = DistributedDataParallel::with_options(&pg, &varmap, build, options).unwrap();
+    for (seed, var) in ddp.parameters().iter().enumerate() {
+        var.set(&tensor(var.dims(), seed as u64).to_device(gpu).unwrap()).unwrap();
+    }
+    (ddp, varmap)
+}
+
+/// The parameters and the optimizer's state.
+fn everything<M>(ddp: &DistributedDataParallel<M>, optimizer: &impl Optimizer) -> Vec<Vec<f32>> {
+    let mut state: Vec<_> = optimizer.state_dict().unwrap().into_iter().collect();
+    state.sort_by(|a, b| a.0.cmp(&b.0));
+    let (vars, state) = (ddp.parameters(), state.into_iter().map(|(_, tensor)| tensor));
+    vars.iter().map(|var| floats(var)).chain(state.map(|tensor| floats(&tensor))).collect()
 }
 
 /// For each of the host's waits in the fourth step, how many operations the GPU still had to do behind the one that the host waited for.
@@ -80,6 +105,15 @@ fn no_step_waits_until_the_gpu_has_nothing_to_do() {
         });
         // The backward pass counts the step before, behind which the GPU has as much to do.
         found.push(("skipping", 1, skipping));
+        let options = DdpOptions { unused: Unused::Allow, replica_check: None, ..tiny() };
+        let (ddp, _) = made(gpu, options, pair);
+        let mut optimizer = AdamW::new(&ddp, ParamsAdamW::default()).unwrap();
+        // The second layer is not used: the next step waits for the verdict on each of its parameters.
+        let unused = waits(|| {
+            let loss = ddp.call(|layers| layers[0].forward(&x)?.sqr()?.mean_all())?;
+            ddp.backward_and_step(&loss, &mut optimizer).map(drop)
+        });
+        found.push(("unused", 2, unused));
         for (what, expected, found) in found {
             match found {
                 Some(found) => {
@@ -101,11 +135,7 @@ fn an_overflow_that_the_gpu_knows_first_leaves_nothing_behind() {
             overflows: bool,
             new: impl Fn(&DistributedDataParallel<Linear>) -> O,
         ) -> Vec<Vec<f32>> {
-            let (ddp, varmap) = model(gpu, DdpOptions::default());
-            let vars: Vec<Var> = ddp.parameters();
-            for (seed, var) in vars.iter().enumerate() {
-                var.set(&tensor(var.dims(), seed as u64).to_device(gpu).unwrap()).unwrap();
-            }
+            let (ddp, _varmap) = model(gpu, DdpOptions::default());
             let mut optimizer = new(&ddp);
             let mut scaler = GradScaler::new(ddp.process_group(), &ddp, GradScalerOptions::default()).unwrap();
             for step in 0..4 {
@@ -125,10 +155,7 @@ fn an_overflow_that_the_gpu_knows_first_leaves_nothing_behind() {
                 scaler.update().unwrap();
             }
             assert_eq!(scaler.current_scale(), if overflows { 32768. } else { 65536. });
-            let mut state: Vec<_> = optimizer.state_dict().unwrap().into_iter().collect();
-            state.sort_by(|a, b| a.0.cmp(&b.0));
-            drop(varmap);
-            vars.iter().map(|var| floats(var)).chain(state.iter().map(|(_, tensor)| floats(tensor))).collect()
+            everything(&ddp, &optimizer)
         }
         let adam = |ddp: &DistributedDataParallel<Linear>| AdamW::new(ddp, ParamsAdamW::default()).unwrap();
         assert_eq!(train(gpu, true, adam), train(gpu, false, adam));
@@ -144,11 +171,7 @@ fn a_step_that_only_the_gpu_knows_to_be_bad_is_left_out() {
     on_gpu("a_step_that_only_the_gpu_knows_to_be_bad_is_left_out", |gpu| {
         let train = |bad: &[u64], is_left_out: bool, is_asked: bool| {
             let on_non_finite = Some(OnNonFinite::Skip { at_most: 1 });
-            let (ddp, varmap) = model(gpu, DdpOptions { on_non_finite, ..Default::default() });
-            let vars: Vec<Var> = ddp.parameters();
-            for (seed, var) in vars.iter().enumerate() {
-                var.set(&tensor(var.dims(), seed as u64).to_device(gpu).unwrap()).unwrap();
-            }
+            let (ddp, _varmap) = model(gpu, DdpOptions { on_non_finite, ..Default::default() });
             let mut optimizer = AdamW::new(&ddp, ParamsAdamW::default()).unwrap();
             let mut skipped = 0;
             for step in 0..9 {
@@ -166,10 +189,7 @@ fn a_step_that_only_the_gpu_knows_to_be_bad_is_left_out() {
                 }
             }
             assert_eq!(ddp.skipped_steps(), skipped);
-            let mut state: Vec<_> = optimizer.state_dict().unwrap().into_iter().collect();
-            state.sort_by(|a, b| a.0.cmp(&b.0));
-            drop(varmap);
-            vars.iter().map(|var| floats(var)).chain(state.iter().map(|(_, tensor)| floats(tensor))).collect::<Vec<_>>()
+            everything(&ddp, &optimizer)
         };
         for bad in [&[0, 3][..], &[4], &[5, 7], &[8]] {
             let expected = train(bad, false, false);
@@ -181,5 +201,47 @@ fn a_step_that_only_the_gpu_knows_to_be_bad_is_left_out() {
         let result = std::panic::catch_unwind(|| train(&[4, 5], true, false)).unwrap_err();
         let message = result.downcast_ref::<String>().unwrap();
         assert!(message.contains("NonFinite") && message.contains("bias on rank 0 contains a NaN"), "{message}");
+    });
+}
+
+/// A parameter that no rank uses in a step in parts is left alone, and one that another step uses is not.
+#[test]
+fn a_parameter_that_only_the_gpu_knows_to_be_unused_is_left_alone() {
+    on_gpu("a_parameter_that_only_the_gpu_knows_to_be_unused_is_left_alone", |gpu| {
+        fn train<O: Optimizer>(
+            gpu: &Device,
+            buckets: Buckets,
+            in_parts: bool,
+            new: impl Fn(&DistributedDataParallel<[Linear; 2]>) -> O,
+        ) -> Vec<Vec<f32>> {
+            let options = DdpOptions { unused: Unused::Allow, replica_check: None, buckets, ..Default::default() };
+            let (ddp, _varmap) = made(gpu, options, pair);
+            let mut optimizer = new(&ddp);
+            for step in 0..8 {
+                let x = tensor(&[4, 16], step).to_device(gpu).unwrap();
+                let loss = ddp.call(|[a, b]| {
+                    let y = match step % 3 {
+                        0 => b.forward(&a.forward(&x)?)?,
+                        1 => a.forward(&x)?,
+                        _ => b.forward(&x.narrow(1, 0, 8)?.contiguous()?)?,
+                    };
+                    y.sqr()?.mean_all()
+                });
+                if in_parts {
+                    assert_eq!(ddp.backward_and_step(&loss.unwrap(), &mut optimizer).unwrap(), step > 0);
+                } else {
+                    optimizer.step(&ddp.backward(&loss.unwrap()).unwrap()).unwrap();
+                }
+            }
+            everything(&ddp, &optimizer)
+        }
+        let adam = |ddp: &DistributedDataParallel<_>| AdamW::new(ddp, ParamsAdamW::default()).unwrap();
+        let options = ParamsLamb { max_grad_norm: None, ..Default::default() };
+        let lamb = |ddp: &DistributedDataParallel<_>| Lamb::new(ddp, options.clone()).unwrap();
+        // With one parameter in a bucket, and with all.
+        for buckets in [tiny().buckets, Buckets::default()] {
+            assert_eq!(train(gpu, buckets, true, adam), train(gpu, buckets, false, adam));
+            assert_eq!(train(gpu, buckets, true, lamb), train(gpu, buckets, false, lamb));
+        }
     });
 }

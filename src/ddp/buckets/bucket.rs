@@ -241,6 +241,15 @@ impl Bucket {
         self.is_set(slot)
     }
 
+    /// After the all-reduce, for a GPU: [`judge`](crate::tensor::finite::judge)'s pair for each member, at its slot, whose second number is
+    /// finite if any rank used the member.
+    pub(in crate::ddp) fn verdicts(&self) -> Result<Tensor> {
+        let flags = self.flags.narrow(0, 0, self.members.len())?.to_dtype(DType::F64)?;
+        let zeros = flags.zeros_like()?;
+        // 0 / 0 is NaN.
+        Ok(Tensor::cat(&[&zeros.narrow(0, 0, 1)?, &zeros.div(&flags)?], 0)?)
+    }
+
     fn is_set(&self, flag: usize) -> Result<bool> {
         Ok(self.flags.narrow(0, flag, 1)?.to_dtype(DType::F32)?.to_vec1::<f32>()?[0] > 0.0)
     }

@@ -4,6 +4,7 @@ use crate::ddp::gradients::scaled;
 use crate::ddp::pass::Pass;
 use crate::ddp::pass::graph::Graph;
 use crate::ddp::pass::order::Member;
+use crate::ddp::watch::non_finite::put_numbers;
 use crate::ddp::watch::replicas;
 use crate::goes_with::Feature;
 use candle_core::TensorId;
@@ -51,10 +52,22 @@ pub(in crate::ddp) fn step(pass: &Pass, step: &mut StepPart) -> Result<()> {
             let numbers = first..count.min(first + together);
             let gradients = core.phase("wait for buckets", || core.reducer.finalize_buckets(numbers))?;
             let mut part = GradStore::default();
-            for (index, gradient) in gradients {
-                part.insert(&core.variables.parameters[index].var, gradient);
+            let mut unsure = Vec::new();
+            for (index, gradient, verdict) in gradients {
+                let var = &core.variables.parameters[index].var;
+                match verdict {
+                    None => drop(part.insert(var, gradient)),
+                    Some(verdict) => unsure.push((var, gradient, verdict)),
+                }
             }
             step(&part)?;
+            // Each is updated by itself, or left alone, by its own verdict.
+            for (var, gradient, verdict) in unsure {
+                let mut alone = GradStore::default();
+                alone.insert(var, gradient);
+                put_numbers(&mut alone, verdict)?;
+                step(&alone)?;
+            }
         }
     }
     Ok(())

@@ -18,8 +18,8 @@ impl Reducer {
     }
 
     /// [`finalize_backward`](Self::finalize_backward) for these buckets, which follow the last call's. Returns the gradients of the
-    /// parameters that a rank used.
-    pub(crate) fn finalize_buckets(&self, numbers: Range<usize>) -> Result<Vec<(usize, Tensor)>> {
+    /// parameters that a rank used; where only the GPU knows that, with a verdict that is bad if no rank did.
+    pub(crate) fn finalize_buckets(&self, numbers: Range<usize>) -> Result<Vec<(usize, Tensor, Option<Tensor>)>> {
         self.with_part(|part| {
             let mut state = self.lock();
             let mut gradients = Vec::new();
@@ -30,9 +30,14 @@ impl Reducer {
                     self.groups.main().carry_stop(bucket.stop_flag()?);
                 }
                 let converted = bucket.converted(&state.parameters, 1.)?;
+                let is_unsure = |index: &usize| !part.used[*index];
+                let on_gpu = bucket.tensor.device().is_cuda() && bucket.members.iter().any(is_unsure);
+                let verdicts = on_gpu.then(|| bucket.verdicts()).transpose()?;
                 for (slot, (index, gradient)) in bucket.members.iter().zip(converted).enumerate() {
-                    if part.used[*index] || bucket.anybody_used(slot)? {
-                        gradients.push((*index, gradient));
+                    let verdicts = verdicts.as_ref().filter(|_| is_unsure(index));
+                    let verdict = verdicts.map(|all| all.narrow(0, slot, 2)).transpose()?;
+                    if !is_unsure(index) || verdict.is_some() || bucket.anybody_used(slot)? {
+                        gradients.push((*index, gradient, verdict));
                     }
                 }
             }

@@ -159,8 +159,14 @@ fn key(of: &OnceLock<Var>) -> Result<&Var> {
 pub(in crate::ddp) fn put_verdict(grads: &mut GradStore, steps: &Steps, numbers: Tensor) -> Result<Arc<Verdict>> {
     let verdict = Verdict::of(numbers.clone())?;
     steps.leave_out_if_bad(&verdict);
-    grads.insert(key(&LATE)?, numbers);
+    put_numbers(grads, numbers)?;
     Ok(verdict)
+}
+
+/// The same, from the pair of a verdict that nobody else asks for.
+pub(in crate::ddp) fn put_numbers(grads: &mut GradStore, numbers: Tensor) -> Result<()> {
+    grads.insert(key(&LATE)?, numbers);
+    Ok(())
 }
 
 /// The verdict on the gradients in the store, if the host need not know it yet.

@@ -72,9 +72,9 @@ pub struct FusedOptimizer<R> {
     named: bool,
     /// Whether only some parameters have made the last step.
     is_torn: bool,
-    /// The verdict on the last step, if the parameters' numbers of steps do not take it into account yet, and the parameters that have
-    /// made the step unless it is bad.
-    late: Option<(Arc<Verdict>, Vec<usize>)>,
+    /// The verdicts on the last step, or its parts, that the parameters' numbers of steps do not take into account yet, and the parameters
+    /// that have made the step unless it is bad.
+    late: Vec<(Arc<Verdict>, Vec<usize>)>,
 }
 
 impl<R: UpdateRule> FusedOptimizer<R> {
@@ -119,7 +119,7 @@ impl<R: UpdateRule> FusedOptimizer<R> {
         let model = Steps::sharded(groups.iter().flat_map(|group| &group.parameters).map(|(_, var)| var));
         let Some((model, reducer)) = model.as_ref().and_then(|model| Some((model, model.sharded_by()?))) else {
             let (options, slots, pieces, sharded) = Default::default();
-            let mut optimizer = Self { options, slots, pieces, sharded, named, is_torn: false, late: None };
+            let mut optimizer = Self { options, slots, pieces, sharded, named, is_torn: false, late: Vec::new() };
             optimizer.push(groups)?;
             return Ok(optimizer);
         };
@@ -145,7 +145,7 @@ impl<R: UpdateRule> FusedOptimizer<R> {
         let sharded = Some(Sharded::new(Arc::clone(reducer), shards, &slots, &options)?);
         let others = slots.iter().enumerate().skip(count);
         let pieces = others.map(|own| Piece::whole(own, &options[own.1.group])).collect::<Result<_>>()?;
-        Ok(Self { options, slots, pieces, sharded, named, is_torn: false, late: None })
+        Ok(Self { options, slots, pieces, sharded, named, is_torn: false, late: Vec::new() })
     }
 
     /// Trains the parameters of `group` as well, with its options and without state: PyTorch's `add_param_group`, for
@@ -264,19 +264,30 @@ impl<R: UpdateRule> FusedOptimizer<R> {
     }
 
     /// The parameters that have not made the last step, since it was left out. Waits for the verdict.
-    fn left_out(&self) -> Result<&[usize]> {
-        match &self.late {
-            Some((verdict, parameters)) if verdict.is_bad()? => Ok(parameters),
-            _ => Ok(&[]),
+    fn left_out(&self) -> Result<Vec<usize>> {
+        let mut left_out = Vec::new();
+        for (verdict, parameters) in &self.late {
+            if verdict.is_bad()? {
+                left_out.extend(parameters);
+            }
         }
+        Ok(left_out)
     }
 
-    /// Takes the verdict on the last step into account.
+    /// Takes the verdicts on the last step into account.
     fn settle(&mut self) -> Result<()> {
-        let left_out = self.left_out()?.to_vec();
-        left_out.into_iter().for_each(|parameter| self.slots[parameter].steps -= 1);
-        self.late = None;
+        self.left_out()?.into_iter().for_each(|parameter| self.slots[parameter].steps -= 1);
+        self.late.clear();
         Ok(())
+    }
+
+    /// Makes a step, or a part of one, where the gradients are not sharded.
+    fn apply_all(&mut self, grads: &GradStore) -> Result<()> {
+        match late_verdict(grads)? {
+            Some(verdict) if self.may_judge_by(&verdict) => self.apply(grads, Some(&verdict)),
+            Some(verdict) if verdict.is_bad()? => Ok(()),
+            _ => self.apply(grads, None),
+        }
     }
 
     /// Refuses an optimizer whose last step has failed in its middle.
@@ -298,14 +309,8 @@ impl<R: UpdateRule> Optimizer for FusedOptimizer<R> {
     /// of the averaged parameters or comes from a backward pass under `no_sync`. A rank's error ends the group on all ranks.
     fn step(&mut self, grads: &GradStore) -> Result<()> {
         self.check_whole()?;
-        let Some(sharded) = &self.sharded else {
-            let verdict = late_verdict(grads)?;
-            return match verdict {
-                Some(verdict) if self.may_judge_by(&verdict) => self.apply(grads, Some(&verdict)),
-                Some(verdict) if verdict.is_bad()? => Ok(()),
-                _ => self.apply(grads, None),
-            };
-        };
+        self.settle()?;
+        let Some(sharded) = &self.sharded else { return self.apply_all(grads) };
         if is_skipped(grads) {
             return sharded.reducer.clear_pending();
         }
@@ -321,8 +326,11 @@ impl<R: UpdateRule> Optimizer for FusedOptimizer<R> {
     }
 
     fn step_part(&mut self, grads: &GradStore, is_last: bool) -> Result<()> {
+        if !self.is_torn {
+            self.settle()?;
+        }
         self.is_torn = true;
-        self.apply(grads, None)?;
+        self.apply_all(grads)?;
         self.is_torn = !is_last;
         Ok(())
     }
@@ -333,6 +341,7 @@ impl<R: UpdateRule> Optimizer for FusedOptimizer<R> {
             self.unscale(scaler, grads)?;
         }
         if let Some(verdict) = scaler.verdict_on_gpu().filter(|verdict| self.may_judge_by(verdict)) {
+            self.settle()?;
             self.apply(grads, Some(&verdict))?;
             scaler.has_stepped(verdict);
             return Ok(());

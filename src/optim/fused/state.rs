@@ -174,7 +174,7 @@ impl<R: UpdateRule> StateDict for FusedOptimizer<R> {
         loader.finish()?;
         check_learning_rates(&learning_rates, self.options.len())?;
         Ok(Box::new(move || {
-            (self.is_torn, self.late) = (is_torn, None);
+            (self.is_torn, self.late) = (is_torn, Vec::new());
             for (options, learning_rate) in self.options.iter_mut().zip(learning_rates) {
                 options.set_learning_rate(learning_rate);
             }

@@ -19,7 +19,6 @@ impl<R: UpdateRule> FusedOptimizer<R> {
     pub(super) fn apply(&mut self, grads: &GradStore, verdict: Option<&Arc<Verdict>>) -> Result<()> {
         scaled::check_unscaled(grads, "step")?;
         check_averaged(grads, self.named())?;
-        self.settle()?;
         // Check everything before changing anything.
         let pending = self.sharded.as_ref().map(|sharded| sharded.pending(&self.slots, grads)).transpose()?;
         let gradients = self.pieces.iter().map(|piece| self.gradient(piece, grads)).collect::<Result<Vec<_>>>()?;
@@ -40,7 +39,7 @@ impl<R: UpdateRule> FusedOptimizer<R> {
         let present = self.pieces.iter().zip(&gradients).filter(|(_, gradient)| gradient.is_some());
         let stepped: Vec<usize> = present.map(|(piece, _)| piece.parameter).collect();
         stepped.iter().for_each(|parameter| self.slots[*parameter].steps += 1);
-        self.late = verdict.map(|verdict| (Arc::clone(verdict), stepped));
+        self.late.extend(verdict.map(|verdict| (Arc::clone(verdict), stepped)));
         for (slot, present) in self.slots.iter_mut().zip(pending.iter().flat_map(|pending| &pending.present)) {
             slot.steps += u64::from(*present);
         }
