@@ -2,7 +2,7 @@
 //! started depends on the program alone.
 use crate::common::{Between, assert_close, floats, tiny};
 use crate::launch::{Ranks, Worker, emulated_gpus, gpus};
-use candle_core::{DType, Module, ModuleT, Result as CandleResult, Tensor};
+use candle_core::{DType, ModuleT, Result as CandleResult, Tensor};
 use candle_ddp::nn::{BatchNorm, linear, sync_batch_norm};
 use candle_ddp::optim::{Optimizer, ParamsSgd, Sgd};
 use candle_ddp::{DdpOptions, DistributedDataParallel, ProcessGroup, ReduceOp, Result, Sharding, Unused, block, spawn};

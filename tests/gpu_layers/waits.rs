@@ -4,7 +4,6 @@ use super::on_gpu;
 use crate::common::{floats, skip, tensor, tiny};
 use candle_core::{DType, Device, Result, Tensor};
 use candle_ddp::amp::{GradScaler, GradScalerOptions};
-use candle_ddp::checkpoint::StateDict;
 use candle_ddp::optim::{AdamW, Lamb, Optimizer, ParamsAdamW, ParamsLamb, ParamsSgd, Sgd};
 use candle_ddp::{
     Backend, Buckets, DdpOptions, DistributedDataParallel, InitOptions, OnNonFinite, Precision, Unused,
