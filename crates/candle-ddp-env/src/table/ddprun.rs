@@ -88,7 +88,7 @@ pub(super) const ROWS: &[Row] = &[
         kind: Text("folders, with `:` between them"),
         set_by: "you",
         read_by: "the system's loader, ddprun",
-        meaning: "where programs find libraries, and where `ddprun check` looks for NCCL, whose version it shows",
+        meaning: "where programs find libraries, and `ddprun check` NCCL",
         default: "the system's folders",
     },
     Row {
@@ -96,7 +96,7 @@ pub(super) const ROWS: &[Row] = &[
         kind: Path,
         set_by: "you",
         read_by: "ddprun",
-        meaning: "the folder for the files between `ddprun` and its workers. Where none can be made, as with a read-only root, `ddprun` says so and takes the reason of a failure from the output alone",
+        meaning: "the folder for the files between `ddprun` and its workers. Without one, as with a read-only root, `ddprun` takes the reason of a failure from the output",
         default: "`/tmp`",
     },
 ];

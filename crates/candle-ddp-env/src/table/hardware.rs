@@ -9,7 +9,7 @@ pub(super) const ROWS: &[Row] = &[
         kind: Number("a positive number"),
         set_by: "`ddprun`, you",
         read_by: "rayon, candle-ddp",
-        meaning: "the number of threads with which a rank computes on the CPU. candle does not read `OMP_NUM_THREADS`",
+        meaning: "the number of threads with which a rank computes on the CPU",
         default: "`ddprun` gives each rank its share of the processors; otherwise [`init_process_group` does, with a warning](clusters.md#slurm)",
     },
     Row {
@@ -41,15 +41,15 @@ pub(super) const ROWS: &[Row] = &[
         kind: Choice(&["EAGER", "LAZY"]),
         set_by: "`ddprun`, you",
         read_by: "CUDA, candle-ddp",
-        meaning: "`EAGER`: libraries load their GPU kernels at the start. Loading one later may wait for a collective that waits for another rank",
-        default: "`ddprun` sets `EAGER`; CUDA's default is `LAZY`, with which several ranks on GPUs get a warning",
+        meaning: "`EAGER`: GPU kernels are loaded at the start. Loading one later may wait for a collective",
+        default: "`ddprun` sets `EAGER`; CUDA's default is `LAZY`, a warning with several ranks",
     },
     Row {
         names: &["CUDA_DEVICE_MAX_CONNECTIONS"],
         kind: Number("a number from 1 to 32"),
         set_by: "`ddprun`, you",
         read_by: "CUDA, candle-ddp",
-        meaning: "how many queues the streams of a GPU have; streams that share one wait for each other",
+        meaning: "how many queues the streams of a GPU share, in which they wait for each other",
         default: "`ddprun` sets 32; CUDA's default is 8; fewer are refused where streams must not share one",
     },
     Row {
@@ -65,7 +65,7 @@ pub(super) const ROWS: &[Row] = &[
         kind: Switch,
         set_by: "you",
         read_by: "candle-ddp",
-        meaning: "`0`: a new group over NCCL does not test the links between its GPUs, with an all-reduce of 1 MiB",
+        meaning: "`0`: a new group over NCCL does not test the links between its GPUs",
         default: "`1`",
     },
     Row {
@@ -73,7 +73,7 @@ pub(super) const ROWS: &[Row] = &[
         kind: Number("a number of seconds"),
         set_by: "`ddprun`, you",
         read_by: "candle-ddp",
-        meaning: "after how many seconds a process ends itself, by SIGABRT, whose group over NCCL has failed and whose communicators the driver does not end; `0`: never. Such a process could not exit",
+        meaning: "after how many seconds a process aborts itself if the driver does not end the communicators of a failed group, so that it cannot exit; `0`: never",
         default: "`ddprun` sets 300; otherwise never",
     },
     Row {
@@ -89,7 +89,7 @@ pub(super) const ROWS: &[Row] = &[
         kind: Number("a number of bytes"),
         set_by: "you",
         read_by: "candle-ddp",
-        meaning: "how much of a GPU is free before NCCL makes a call of a new kind or size, for which it may need memory: if it is less, the pool of tensors gives back what none of them uses",
+        meaning: "how much of a GPU is kept free for NCCL before a call of a new kind or size: the pool gives back what no tensor uses",
         default: "268435456 (256 MiB)",
     },
     Row {
@@ -105,7 +105,7 @@ pub(super) const ROWS: &[Row] = &[
         kind: Path,
         set_by: "you",
         read_by: "candle-ddp-tensor",
-        meaning: "the folder in which a machine keeps compiled kernels; `0`: every process compiles its own",
+        meaning: "the folder of compiled kernels; `0`: every process compiles its own",
         default: "`candle-ddp/kernels` in the folder for caches (`XDG_CACHE_HOME`, or `~/.cache`)",
     },
     Row {
@@ -121,7 +121,7 @@ pub(super) const ROWS: &[Row] = &[
         kind: Switch,
         set_by: "you",
         read_by: "candle-ddp-nn",
-        meaning: "`0`: bf16 products on CPUs do not use [AMX tiles](performance.md#speed-on-cpus), even if the processor has them, but run in f32 of the same rounded factors. Sums are then in another order, and their last bits differ",
+        meaning: "`0`: bf16 products on CPUs do not use [AMX tiles](performance.md#speed-on-cpus), but run in f32 of the same rounded factors, in another order of sums",
         default: "`1`",
     },
     Row {
@@ -145,7 +145,7 @@ pub(super) const ROWS: &[Row] = &[
         kind: Choice(&["1", "0", "fast"]),
         set_by: "you",
         read_by: "candle-ddp-tensor",
-        meaning: "`0`: attention runs [without cuDNN](gpu_layers.md#layers-on-gpus), also with the feature `cudnn`; `fast`: cuDNN may add up its gradients in any order, so that [runs differ](gpu_layers.md#attention-by-cudnn)",
+        meaning: "`0`: attention runs [without cuDNN](gpu_layers.md#layers-on-gpus); `fast`: cuDNN may add up its gradients in any order, so that [runs differ](gpu_layers.md#attention-by-cudnn)",
         default: "`1`",
     },
     Row {
@@ -153,15 +153,15 @@ pub(super) const ROWS: &[Row] = &[
         kind: Number("a number of bytes"),
         set_by: "you",
         read_by: "candle-ddp-tensor",
-        meaning: "the most memory that an algorithm or plan of cuDNN may use while it runs, in bytes",
-        default: "1/32 of the GPU's memory, at most a quarter of what is free when a thread first needs cuDNN, and at least 64 MiB",
+        meaning: "the most memory that an algorithm or plan of cuDNN may use while it runs",
+        default: "1/32 of the GPU's memory, at most a quarter of what is free, and at least 64 MiB",
     },
     Row {
         names: &["CANDLE_DDP_ALLOW_SHARED_GPU", "NCCL_MULTI_RANK_GPU_ENABLE"],
         kind: Switch,
         set_by: "you",
         read_by: "candle-ddp",
-        meaning: "`1` in either: several ranks may use one GPU, for tests. The second is NCCL's own, from 2.30 on; older versions need the settings in `tests/gpu/launch.rs`",
+        meaning: "`1` in either: several ranks may use one GPU, for tests. The second is NCCL's (2.30); older ones need what `tests/gpu/launch.rs` sets",
         default: "one rank for each GPU",
     },
     Row {
@@ -185,7 +185,7 @@ pub(super) const ROWS: &[Row] = &[
         kind: Number("0 or 1"),
         set_by: "–",
         read_by: "NCCL, candle-ddp",
-        meaning: "`1` is refused with a second group on a GPU: each group has its own thread for its calls, whose order differs between ranks",
+        meaning: "`1` is refused with a second group on a GPU",
         default: "unset",
     },
     Row {
@@ -193,7 +193,7 @@ pub(super) const ROWS: &[Row] = &[
         kind: Number("a positive number"),
         set_by: "you",
         read_by: "NCCL, candle-ddp",
-        meaning: "the most blocks of NCCL's kernels, instead of all [limits of groups](several_gpus.md#what-has-been-tested) and `NcclOptions::max_ctas`",
+        meaning: "the most blocks of NCCL's kernels, in the place of [each group's](several_gpus.md#what-has-been-tested)",
         default: "these limits",
     },
     Row {

@@ -49,7 +49,7 @@ pub(super) const ROWS: &[Row] = &[
         kind: Text("text"),
         set_by: "`ddprun`",
         read_by: "programs",
-        meaning: "`--role`, and the rank and world size again, since all workers have one role; for programs written for torchrun",
+        meaning: "`--role`, and the rank and world size again; for programs written for torchrun",
         default: "–",
     },
     Row {
@@ -129,7 +129,7 @@ pub(super) const ROWS: &[Row] = &[
         kind: Number("a non-negative number"),
         set_by: "Slurm",
         read_by: "candle-ddp-mpi",
-        meaning: "over MPI, an error if a task of several is alone in its world: `srun` needs [`--mpi`](clusters.md#slurm)",
+        meaning: "over MPI, an error if a task is alone in its world: `srun` needs [`--mpi`](clusters.md#slurm)",
         default: "–",
     },
     Row {

@@ -9,7 +9,7 @@ pub(super) const ROWS: &[Row] = &[
         kind: Choice(&["auto", "tcp", "shm"]),
         set_by: "you",
         read_by: "candle-ddp-engine",
-        meaning: "`tcp`: the CPU engine uses TCP between the ranks of a host as well; `shm`: shared memory only, and an error where ranks cannot share it",
+        meaning: "`tcp`: the CPU engine uses TCP within a host too; `shm`: only shared memory, or an error",
         default: "`auto`: shared memory where ranks can share it",
     },
     Row {
@@ -33,7 +33,7 @@ pub(super) const ROWS: &[Row] = &[
         kind: Path,
         set_by: "the system",
         read_by: "candle-ddp-tensor, examples",
-        meaning: "the folder for caches. In its folder `candle-ddp` are compiled kernels, and the data sets that the examples make",
+        meaning: "the folder for caches: compiled kernels, and the data sets of the examples",
         default: "`~/.cache`, or the temporary folder",
     },
     Row {
@@ -57,7 +57,7 @@ pub(super) const ROWS: &[Row] = &[
         kind: Switch,
         set_by: "you, `.ci/run`",
         read_by: "tests",
-        meaning: "`1`: tests that need a GPU, or PyTorch, fail without it instead of being skipped",
+        meaning: "`1`: tests that need a GPU, or PyTorch, fail without it",
         default: "skipped",
     },
     Row {
@@ -81,7 +81,7 @@ pub(super) const ROWS: &[Row] = &[
         kind: Path,
         set_by: "`.ci/run`",
         read_by: "tests, scripts",
-        meaning: "a file to which tests and scripts add a line for each skipped test",
+        meaning: "a file with a line for each skipped test",
         default: "skips are only printed",
     },
     Row {
