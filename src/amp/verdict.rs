@@ -5,6 +5,7 @@ use crate::panic::lock;
 use crate::process_group::ProcessGroup;
 use crate::{ReduceOp, Result};
 use candle_core::Tensor;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 
 /// A verdict that is on its way to the host, or known.
@@ -14,17 +15,21 @@ pub(crate) struct Verdict {
     numbers: Option<Tensor>,
     incoming: Mutex<Option<Incoming>>,
     is_bad: OnceLock<bool>,
+    /// Whether an optimizer follows it.
+    is_followed: AtomicBool,
 }
 
 impl Verdict {
     pub(crate) fn known(is_bad: bool) -> Arc<Self> {
-        Arc::new(Self { numbers: None, incoming: Mutex::default(), is_bad: OnceLock::from(is_bad) })
+        let is_bad = OnceLock::from(is_bad);
+        Arc::new(Self { numbers: None, incoming: Mutex::default(), is_bad, is_followed: AtomicBool::default() })
     }
 
     /// The verdict that a GPU has made. Does not wait.
     pub(crate) fn of(numbers: Tensor) -> Result<Arc<Self>> {
         let incoming = Mutex::new(Some(kernels::send(&numbers)?));
-        Ok(Arc::new(Self { numbers: Some(numbers), incoming, is_bad: OnceLock::new() }))
+        let (is_bad, is_followed) = Default::default();
+        Ok(Arc::new(Self { numbers: Some(numbers), incoming, is_bad, is_followed }))
     }
 
     /// The verdict of all ranks, from this rank's pair. Does not wait.
@@ -37,6 +42,14 @@ impl Verdict {
         let pair = Tensor::cat(&[&overflow.ones_like()?, &overflow], 0)?;
         UNSCALE.during(|| group.all_reduce(&pair, ReduceOp::Sum))?;
         Self::of(pair)
+    }
+
+    pub(crate) fn follow(&self) {
+        self.is_followed.store(true, Ordering::Relaxed);
+    }
+
+    pub(crate) fn is_followed(&self) -> bool {
+        self.is_followed.load(Ordering::Relaxed)
     }
 
     /// The pair on the GPU, of a verdict that was made there.

@@ -385,7 +385,8 @@ impl<M> DistributedDataParallel<M> {
     /// began: DeepSpeed's `skipped_steps`. A [`Checkpointer`](crate::checkpoint::Checkpointer) does not save it, so that in a run that resumes it is 0,
     /// and a row of such steps begins anew; a program that needs the total saves that as a part. The same on all ranks, except that a rank without inputs in a [`join`](Self::join) counts nothing.
     pub fn skipped_steps(&self) -> u64 {
-        // If the GPU has failed, the next call is an error.
+        // A program that asks knows what not to do with the gradients. If the GPU has failed, the next call is an error.
+        lock(&self.core.late).iter().for_each(|verdict| verdict.follow());
         let _ = pass::settle::settle_late(&self.core);
         lock(&self.core.skipped).total
     }

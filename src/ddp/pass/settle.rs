@@ -71,8 +71,16 @@ pub(in crate::ddp) fn settle_late(core: &DistributedModel) -> Result<()> {
         skipped.pass(true, !is_bad);
         skipped.total
     });
-    if is_bad && core.group().rank() == 0 && total == 1 {
-        warn("the last step", "a gradient is not finite");
+    if is_bad && core.group().rank() == 0 {
+        if total == 1 {
+            warn("the last step", "a gradient is not finite");
+        }
+        if !verdict.is_followed() {
+            warn_aloud(format_args!(
+                "a gradient of the last step is not finite, and no optimizer of candle-ddp has got the gradients, to leave out the step \
+                 (OnNonFinite::Skip). If another optimizer has, the parameters are not finite either: go back to a checkpoint"
+            ));
+        }
     }
     Ok(())
 }

@@ -38,7 +38,7 @@ pub enum OnNonFinite {
     /// gradients as they are, with the verdict on them: such an optimizer leaves out the step by itself, any other of this crate waits for
     /// the verdict, and a norm is not finite. The count, and the warning, which does not name the parameter then, come with the next pass,
     /// or with a call of `skipped_steps`, which waits. (An optimizer that is not of this crate must not follow one of these in the middle of
-    /// training: call `skipped_steps` before its first pass.)
+    /// training, since it would use these gradients; rank 0 warns.)
     ///
     /// Rank 0 warns of the first such step. What a program does after each step, such as an update of a schedule or of an
     /// average of weights, it may leave out when the count has grown.
@@ -169,12 +169,14 @@ pub(in crate::ddp) fn put_numbers(grads: &mut GradStore, numbers: Tensor) -> Res
     Ok(())
 }
 
-/// The verdict on the gradients in the store, if the host need not know it yet.
+/// The verdict on the gradients in the store, if the host need not know it yet, for one who follows it.
 pub(crate) fn late_verdict(grads: &GradStore) -> Result<Option<Arc<Verdict>>> {
     let Some(numbers) = LATE.get().and_then(|key| grads.get(key)) else { return Ok(None) };
     let is_its = |verdict: &Arc<Verdict>| verdict.numbers().is_some_and(|own| own.id() == numbers.id());
     let known = Steps::of(grads).iter().filter_map(|model| model.late()).find(is_its);
-    known.map_or_else(|| Verdict::of(numbers.clone()), Ok).map(Some)
+    let verdict = known.map_or_else(|| Verdict::of(numbers.clone()), Ok)?;
+    verdict.follow();
+    Ok(Some(verdict))
 }
 
 /// Waits for the verdict on the gradients in the store, if there is one, and leaves out their step if it is bad.
