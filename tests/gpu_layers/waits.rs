@@ -113,6 +113,14 @@ fn no_step_waits_until_the_gpu_has_nothing_to_do() {
             ddp.backward_and_step(&loss, &mut optimizer).map(drop)
         });
         found.push(("unused", 2, unused));
+        // All flags of a bucket are read at once.
+        let options = DdpOptions { unused: Unused::Allow, replica_check: None, ..Default::default() };
+        let (ddp, _) = made(gpu, options, pair);
+        let read = waits(|| {
+            let loss = ddp.call(|layers| layers[0].forward(&x)?.sqr()?.mean_all())?;
+            ddp.backward(&loss).map(drop)
+        });
+        assert!(read.is_none_or(|read| read == [0]));
         for (what, expected, found) in found {
             match found {
                 Some(found) => {

@@ -228,7 +228,7 @@ impl Bucket {
 
     /// In the first bucket after the all-reduce: whether the loss of any rank is not finite.
     pub(in crate::ddp) fn non_finite_flag(&self) -> Result<bool> {
-        self.is_set(self.members.len() + 1)
+        Ok(self.are_set(self.members.len() + 1, 1)?[0])
     }
 
     /// The count of all ranks, after the all-reduce of a weighted pass.
@@ -236,9 +236,9 @@ impl Bucket {
         self.count.as_ref().map_or(Ok(0.), |room| count::decode(&room.slots))
     }
 
-    /// Whether any rank used the member `slot`, after the all-reduce.
-    pub(in crate::ddp) fn anybody_used(&self, slot: usize) -> Result<bool> {
-        self.is_set(slot)
+    /// Whether any rank used each member, after the all-reduce.
+    pub(in crate::ddp) fn used(&self) -> Result<Vec<bool>> {
+        self.are_set(0, self.members.len())
     }
 
     /// After the all-reduce, for a GPU: [`judge`](crate::tensor::finite::judge)'s pair for each member, at its slot, whose second number is
@@ -250,8 +250,9 @@ impl Bucket {
         Ok(Tensor::cat(&[&zeros.narrow(0, 0, 1)?, &zeros.div(&flags)?], 0)?)
     }
 
-    fn is_set(&self, flag: usize) -> Result<bool> {
-        Ok(self.flags.narrow(0, flag, 1)?.to_dtype(DType::F32)?.to_vec1::<f32>()?[0] > 0.0)
+    fn are_set(&self, first: usize, count: usize) -> Result<Vec<bool>> {
+        let flags = self.flags.narrow(0, first, count)?.to_dtype(DType::F32)?.to_vec1::<f32>()?;
+        Ok(flags.into_iter().map(|flag| flag > 0.0).collect())
     }
 
     /// Copies all gradients that have arrived into the bucket.

@@ -49,9 +49,9 @@ impl Usage {
         (self.sent.elem_count() * self.sent.dtype().size_in_bytes()) as u64
     }
 
-    /// Whether any rank used the parameter `index`; valid after [`wait`](Self::wait).
-    pub(in crate::ddp) fn anybody_used(&self, index: usize) -> Result<bool> {
-        Ok(self.values(index, 1)?[0] > 0.)
+    /// Whether any rank used each parameter; valid after [`wait`](Self::wait).
+    pub(in crate::ddp) fn used(&self) -> Result<Vec<bool>> {
+        Ok(self.values(0, self.parameters)?.into_iter().map(|flag| flag > 0.).collect())
     }
 
     /// Above zero if any rank was asked to stop; valid after [`wait`](Self::wait).

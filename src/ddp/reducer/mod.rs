@@ -364,10 +364,7 @@ impl Reducer {
             part.total = message.count.map(|own| state.total_count(usage.as_ref(), own)).transpose()?;
             let factor = self.factor(part, &state);
             self.agree_on_order(part, &mut state)?;
-            for (index, used) in part.used.iter_mut().enumerate() {
-                // Only a rank that did not contribute must read the flags.
-                *used = *used || state.anybody_used(usage.as_ref(), index)?;
-            }
+            state.add_used(usage.as_ref(), &mut part.used)?;
             part.findings.is_agreed = is_flagged;
             let State { reduction, parameters, .. } = &mut *state;
             if let Reduction::Shard(reduction) = reduction {

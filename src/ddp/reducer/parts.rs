@@ -31,12 +31,14 @@ impl Reducer {
                 }
                 let converted = bucket.converted(&state.parameters, 1.)?;
                 let is_unsure = |index: &usize| !part.used[*index];
-                let on_gpu = bucket.tensor.device().is_cuda() && bucket.members.iter().any(is_unsure);
-                let verdicts = on_gpu.then(|| bucket.verdicts()).transpose()?;
+                let asks = bucket.members.iter().any(is_unsure);
+                let on_gpu = bucket.tensor.device().is_cuda();
+                let verdicts = (asks && on_gpu).then(|| bucket.verdicts()).transpose()?;
+                let used = (asks && !on_gpu).then(|| bucket.used()).transpose()?;
                 for (slot, (index, gradient)) in bucket.members.iter().zip(converted).enumerate() {
                     let verdicts = verdicts.as_ref().filter(|_| is_unsure(index));
                     let verdict = verdicts.map(|all| all.narrow(0, slot, 2)).transpose()?;
-                    if !is_unsure(index) || verdict.is_some() || bucket.anybody_used(slot)? {
+                    if !is_unsure(index) || verdict.is_some() || used.as_ref().is_some_and(|used| used[slot]) {
                         gradients.push((*index, gradient, verdict));
                     }
                 }

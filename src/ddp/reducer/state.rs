@@ -240,15 +240,22 @@ impl State {
         }
     }
 
-    /// Whether any rank used a parameter that this one did not. `usage` is the reduction's own exchange, if the
-    /// buckets carry no flags.
-    pub(super) fn anybody_used(&self, usage: Option<&Usage>, index: usize) -> Result<bool> {
-        match (&self.reduction, usage) {
-            (Reduction::AllReduce, _) => {
-                let (bucket, slot) = self.slot_of[index];
-                self.buckets[bucket].anybody_used(slot)
-            }
-            (_, usage) => usage.map_or(Ok(false), |usage| usage.anybody_used(index)),
+    /// Adds to the parameters that this rank `used` those that another one did. Only a rank that did not use all must read the flags, once
+    /// per bucket. `usage` is the reduction's own exchange, if the buckets carry no flags.
+    pub(super) fn add_used(&self, usage: Option<&Usage>, used: &mut [bool]) -> Result<()> {
+        if !used.contains(&false) {
+            return Ok(());
         }
+        if matches!(self.reduction, Reduction::AllReduce) {
+            for bucket in &self.buckets {
+                if bucket.members.iter().any(|index| !used[*index]) {
+                    let flags = bucket.used()?;
+                    bucket.members.iter().zip(flags).for_each(|(index, flag)| used[*index] |= flag);
+                }
+            }
+        } else if let Some(usage) = usage {
+            used.iter_mut().zip(usage.used()?).for_each(|(used, flag)| *used |= flag);
+        }
+        Ok(())
     }
 }
