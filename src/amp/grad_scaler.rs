@@ -5,8 +5,8 @@ mod unscaling;
 
 pub use options::GradScalerOptions;
 
-use super::Verdict;
 use crate::ddp::gradients::scaled;
+use crate::ddp::gradients::verdict::Verdict;
 use crate::process_group::ProcessGroup;
 use crate::variables::Parameters;
 use crate::warnings::warn_aloud;

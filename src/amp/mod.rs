@@ -130,11 +130,9 @@
 //! unlike in Apex.
 mod grad_scaler;
 mod unscale;
-mod verdict;
 
 #[cfg(doc)]
 use crate::Precision;
 #[doc(no_inline)]
 pub use crate::nn::{Autocast, autocast, autocast_off};
 pub use grad_scaler::{GradScaler, GradScalerOptions};
-pub(crate) use verdict::Verdict;

@@ -387,7 +387,7 @@ impl<M> DistributedDataParallel<M> {
     pub fn skipped_steps(&self) -> u64 {
         // A program that asks knows what not to do with the gradients. If the GPU has failed, the next call is an error.
         lock(&self.core.late).iter().for_each(|verdict| verdict.follow());
-        let _ = pass::settle::settle_late(&self.core);
+        let _ = self.core.settle_late();
         lock(&self.core.skipped).total
     }
 

@@ -1,7 +1,7 @@
 //! Gradient clipping.
 use super::sums::{largest, sum_of_squares};
+use crate::ddp::gradients::left_out::is_skipped;
 use crate::ddp::gradients::steps::Steps;
-use crate::ddp::watch::non_finite::is_skipped;
 use crate::ddp::{first_kept, gradients::scaled};
 use crate::kernels;
 use crate::tensor::borrow::{with_slice, with_slice_mut};

@@ -2,8 +2,8 @@
 use super::options::MIN_SCALE;
 use super::{GradScaler, STEPPED, Stage, has_sunk, misuse};
 use crate::amp::unscale::{Known, unscale, unscale_on_gpu, unscale_others};
-use crate::amp::verdict::Verdict;
 use crate::ddp::gradients::steps::Steps;
+use crate::ddp::gradients::verdict::Verdict;
 use crate::ddp::{first_kept, gradients::scaled};
 use crate::process_group::Operation;
 use crate::tensor::finite::non_finite;

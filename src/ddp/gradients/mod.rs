@@ -1,7 +1,9 @@
 //! Detects whether the program still holds the gradients of a backward pass, which candle's `GradStore` cannot tell:
 //! the store gets an additional tensor, the mark, whose operation holds a reference.
+pub(crate) mod left_out;
 pub(crate) mod scaled;
 pub(crate) mod steps;
+pub(crate) mod verdict;
 
 use crate::ddp::model::parameter::Variables;
 use crate::ddp::reducer::Reducer;

@@ -1,6 +1,6 @@
 //! The models whose gradients are in a store, as optimizers, scalers and clipping see them. The mark of a model in the store identifies it.
 use crate::Result;
-use crate::amp::Verdict;
+use crate::ddp::gradients::verdict::Verdict;
 use crate::ddp::model::parameter::{Buffer, Variables};
 use crate::ddp::reducer::Reducer;
 use crate::hash::content_64;

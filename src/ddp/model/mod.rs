@@ -12,19 +12,19 @@ pub(in crate::ddp) mod replica;
 pub(in crate::ddp) mod sharding;
 pub(in crate::ddp) mod virtual_ranks;
 
-use crate::amp::Verdict;
 use crate::backend;
 use crate::ddp::blocks::Blocks;
 use crate::ddp::buckets::plan::BucketCaps;
 use crate::ddp::buckets::sync;
 use crate::ddp::gradients::Marks;
+use crate::ddp::gradients::verdict::Verdict;
 use crate::ddp::model::options::DdpOptions;
 use crate::ddp::model::parameter::{Parameter, Variables};
 use crate::ddp::model::sharding::{DDP_NEW, Sharding};
 use crate::ddp::reducer::Reducer;
 use crate::ddp::reduction::Reduction;
 use crate::ddp::watch::first;
-use crate::ddp::watch::non_finite::{OnNonFinite, Skipped};
+use crate::ddp::watch::non_finite::{OnNonFinite, Skipped, warn_of_left_out};
 use crate::ddp::watch::pace::Pace;
 use crate::ddp::watch::replica_check::Compared;
 use crate::ddp::watch::verify;
@@ -37,6 +37,7 @@ use crate::process_group::ProcessGroup;
 use crate::tensor::copy;
 use crate::tensor::function::is_grad_enabled;
 use crate::trace::{Row, Trace, in_nvtx_range};
+use crate::warnings::warn_aloud;
 use crate::{Error, ReduceOp, Result};
 use candle_core::{DType, Device, Tensor, Var};
 use candle_ddp_env::PROCESS;
@@ -178,6 +179,28 @@ impl DistributedModel {
         let changed = change(&mut skipped);
         self.group().keep_numbers(self.kept, skipped.numbers());
         changed
+    }
+
+    /// Counts the last step, if the host does not know yet whether it was left out. Waits for the verdict.
+    pub(in crate::ddp) fn settle_late(&self) -> Result<()> {
+        let Some(verdict) = lock(&self.late).take() else { return Ok(()) };
+        let is_bad = verdict.is_bad()?;
+        let total = self.count_skipped(|skipped| {
+            skipped.pass(true, !is_bad);
+            skipped.total
+        });
+        if is_bad && self.group().rank() == 0 {
+            if total == 1 {
+                warn_of_left_out("the last step", "a gradient is not finite");
+            }
+            if !verdict.is_followed() {
+                warn_aloud(format_args!(
+                    "a gradient of the last step is not finite, and no optimizer of candle-ddp has got the gradients, to leave out the step \
+                     (OnNonFinite::Skip). If another optimizer has, the parameters are not finite either: go back to a checkpoint"
+                ));
+            }
+        }
+        Ok(())
     }
 
     /// Whether a backward pass that begins now sends gradients.

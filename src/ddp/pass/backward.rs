@@ -3,6 +3,7 @@ use crate::backend::CallSite;
 use crate::ddp::blocks::Held;
 use crate::ddp::buckets::count;
 use crate::ddp::buckets::sync;
+use crate::ddp::gradients::left_out;
 use crate::ddp::gradients::scaled;
 use crate::ddp::model::DistributedModel;
 use crate::ddp::pass::Pass;
@@ -18,7 +19,6 @@ use crate::ddp::pass::parts::{self, StepPart};
 use crate::ddp::pass::settle;
 use crate::ddp::reducer::Gradient;
 use crate::ddp::watch::first;
-use crate::ddp::watch::non_finite;
 use crate::ddp::watch::replicas;
 use crate::goes_with::Feature;
 use crate::origin;
@@ -179,7 +179,7 @@ pub(crate) fn backward_in_parts(
 /// Refuses gradients to which a pass cannot add its own.
 fn check_into(models: &[&DistributedModel], options: &mut Backward) -> Result<()> {
     let Some(grads) = &mut options.into else { return Ok(()) };
-    non_finite::settle_store(grads)?;
+    left_out::settle_store(grads)?;
     if models.iter().any(|model| model.marks().has_local(grads)) {
         let reason = "it holds this rank's own sums from a backward pass under no_sync. The model holds these sums as \
                       well, and the next synchronised pass averages them: pass another store, or GradStore::default()";
@@ -198,11 +198,11 @@ fn check_into(models: &[&DistributedModel], options: &mut Backward) -> Result<()
 
 /// Adds the gradients of `pass` to those in `grads`. Returns a store of the same tensors.
 fn add(mut new: GradStore, grads: &mut GradStore, pass: &Pass) -> Result<GradStore> {
-    if non_finite::is_skipped(&new) {
+    if left_out::is_skipped(&new) {
         *grads = copy_of(&new);
         return Ok(new);
     }
-    if non_finite::is_skipped(grads) {
+    if left_out::is_skipped(grads) {
         return Ok(copy_of(grads));
     }
     for model in pass.models.iter().filter(|model| !model.synchronises) {
@@ -242,7 +242,7 @@ fn copy_of(grads: &GradStore) -> GradStore {
 /// Selects what the pass of a micro-batch returns: the gradients of parameters, if it is the last pass of a step. All other gradients
 /// belong to this micro-batch alone.
 fn of_step(mut all: GradStore, pass: &Pass) -> GradStore {
-    if non_finite::is_skipped(&all) {
+    if left_out::is_skipped(&all) {
         return all;
     }
     let mut grads = GradStore::default();

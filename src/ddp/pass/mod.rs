@@ -131,7 +131,7 @@ impl<'a> Pass<'a> {
 
     /// Begins the pass in the reducers.
     pub(in crate::ddp) fn begin(&mut self) -> Result<()> {
-        self.models.iter().try_for_each(|model| settle::settle_late(model.core))?;
+        self.models.iter().try_for_each(|model| model.core.settle_late())?;
         let mut successor = None;
         for member in self.models.iter().rev() {
             let (Member { core, synchronises, adds_up }, sends) = (*member, member.sends());

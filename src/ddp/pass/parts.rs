@@ -1,10 +1,10 @@
 //! The optimizer's step with the gradients of some buckets while later ones are still being reduced.
 use crate::Result;
+use crate::ddp::gradients::left_out::put_numbers;
 use crate::ddp::gradients::scaled;
 use crate::ddp::pass::Pass;
 use crate::ddp::pass::graph::Graph;
 use crate::ddp::pass::order::Member;
-use crate::ddp::watch::non_finite::put_numbers;
 use crate::ddp::watch::replicas;
 use crate::goes_with::Feature;
 use candle_core::TensorId;

@@ -1,10 +1,9 @@
 //! All ranks leave out a step whose gradients are not finite, or end the run.
-use crate::ddp::model::DistributedModel;
+use crate::ddp::gradients::left_out::{leave_out, put_verdict};
 use crate::ddp::pass::Pass;
 use crate::ddp::pass::order::Member;
-use crate::ddp::watch::non_finite::{DDP_NON_FINITE, Finding, Findings, leave_out, put_verdict};
+use crate::ddp::watch::non_finite::{DDP_NON_FINITE, Finding, Findings, warn_of_left_out};
 use crate::panic::lock;
-use crate::warnings::warn_aloud;
 use crate::{Error, Result};
 use candle_core::backprop::GradStore;
 
@@ -51,38 +50,9 @@ pub(in crate::ddp) fn settle(pass: &Pass, grads: &mut GradStore) -> Result<bool>
             (None, Some((parameter, value))) => format!("rank 0's gradient of {parameter} contains {value}"),
             (None, None) => "a gradient is not finite".to_string(),
         };
-        warn("this step", &what);
+        warn_of_left_out("this step", &what);
     }
     Ok(is_left_out)
-}
-
-fn warn(which: &str, what: &str) {
-    warn_aloud(format_args!(
-        "all ranks leave out {which}, since {what} (OnNonFinite::Skip). Further ones are only counted, in \
-         DistributedDataParallel::skipped_steps"
-    ));
-}
-
-/// Counts the last step, if the host does not know yet whether it was left out. Waits for the verdict.
-pub(in crate::ddp) fn settle_late(core: &DistributedModel) -> Result<()> {
-    let Some(verdict) = lock(&core.late).take() else { return Ok(()) };
-    let is_bad = verdict.is_bad()?;
-    let total = core.count_skipped(|skipped| {
-        skipped.pass(true, !is_bad);
-        skipped.total
-    });
-    if is_bad && core.group().rank() == 0 {
-        if total == 1 {
-            warn("the last step", "a gradient is not finite");
-        }
-        if !verdict.is_followed() {
-            warn_aloud(format_args!(
-                "a gradient of the last step is not finite, and no optimizer of candle-ddp has got the gradients, to leave out the step \
-                 (OnNonFinite::Skip). If another optimizer has, the parameters are not finite either: go back to a checkpoint"
-            ));
-        }
-    }
-    Ok(())
 }
 
 /// The error of a pass that must not be used, which is the same on all ranks: asks them which gradient was the first.

@@ -2,8 +2,8 @@
 use super::FusedOptimizer;
 use super::sharded::Sharded;
 use super::slot::{OwnShard, Piece, number, takes_pieces};
-use crate::amp::Verdict;
 use crate::ddp::gradients::steps::Steps;
+use crate::ddp::gradients::verdict::Verdict;
 use crate::ddp::{PendingGradients, check_averaged, gradients::scaled};
 use crate::optim::clip::{self, NormType};
 use crate::optim::kernel::{Fused, Moment, Sums};

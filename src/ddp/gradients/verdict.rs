@@ -1,5 +1,5 @@
 //! Whether gradients are finite on all ranks, as their GPUs know it before the host does.
-use crate::ddp::gradients::scaled::UNSCALE;
+use super::scaled::UNSCALE;
 use crate::kernels::{self, Incoming};
 use crate::panic::lock;
 use crate::process_group::ProcessGroup;
@@ -33,7 +33,7 @@ impl Verdict {
     }
 
     /// The verdict of all ranks, from this rank's pair. Does not wait.
-    pub(super) fn of_all_ranks(group: &ProcessGroup, numbers: Tensor) -> Result<Arc<Self>> {
+    pub(crate) fn of_all_ranks(group: &ProcessGroup, numbers: Tensor) -> Result<Arc<Self>> {
         if group.world_size() == 1 {
             return Self::of(numbers);
         }
