@@ -21,13 +21,13 @@ use candle_nn::{Init, Optimizer, VarBuilder, VarMap};
 use std::cmp::Reverse;
 
 /// A model with its loss, of inputs and targets.
-type LossNet = Box<dyn Fn(&Tensor, &Tensor) -> Result<Tensor>>;
+pub(crate) type LossNet = Box<dyn Fn(&Tensor, &Tensor) -> Result<Tensor>>;
 
 /// A model, and a batch for it.
-struct Model {
-    build: fn(VarBuilder) -> Result<LossNet>,
-    input: Tensor,
-    targets: Tensor,
+pub(crate) struct Model {
+    pub(crate) build: fn(VarBuilder) -> Result<LossNet>,
+    pub(crate) input: Tensor,
+    pub(crate) targets: Tensor,
 }
 
 fn resnet(device: &Device) -> Model {
@@ -43,7 +43,7 @@ const VOCABULARY: usize = 11;
 const TOKENS: usize = 80;
 
 /// The GPT of the bench `step`, with its number of layers, and a batch of so many tokens that a bias's gradient needs two launches.
-fn gpt<const WIDTH: usize>(device: &Device) -> Model {
+pub(crate) fn gpt<const WIDTH: usize>(device: &Device) -> Model {
     let build = |vb: VarBuilder| -> Result<LossNet> {
         let tokens = embedding(VOCABULARY, WIDTH, vb.pp("tokens"))?;
         let positions = vb.get_with_hints((TOKENS, WIDTH), "positions", Init::Randn { mean: 0., stdev: 0.02 })?;

@@ -1,6 +1,7 @@
 //! How often the host waits for a GPU in a step. A wait for work after which more has been launched costs the GPU nothing: it is busy
 //! until the host has launched the next kernel.
 use super::on_gpu;
+use super::operations::{Model, gpt};
 use crate::common::{floats, skip, tensor, tiny};
 use candle_core::{DType, Device, Result, Tensor};
 use candle_ddp::amp::{GradScaler, GradScalerOptions};
@@ -104,6 +105,20 @@ fn no_step_waits_until_the_gpu_has_nothing_to_do() {
         });
         // The backward pass counts the step before, behind which the GPU has as much to do.
         found.push(("skipping", 1, skipping));
+        let Model { build, input, targets } = gpt::<16>(gpu);
+        let precision = Precision::Half { param_dtype: DType::F16, buffer_dtype: None };
+        let (ddp, _) = made(gpu, DdpOptions { precision, on_non_finite, ..Default::default() }, build);
+        let mut optimizer = AdamW::new(&ddp, ParamsAdamW::default()).unwrap();
+        let mut scaler = GradScaler::new(ddp.process_group(), &ddp, GradScalerOptions::default()).unwrap();
+        let all = waits(|| {
+            let loss = ddp.call(|net| net(&input, &targets))?;
+            let mut grads = ddp.backward(&scaler.scale(&loss)?)?;
+            optimizer.unscale(&mut scaler, &mut grads)?;
+            optimizer.clip_grad_norm(&mut grads, 1e-3)?;
+            scaler.step(&mut optimizer, &mut grads)?;
+            scaler.update()
+        });
+        found.push(("a GPT with all of it", 1, all));
         let options = DdpOptions { unused: Unused::Allow, replica_check: None, ..tiny() };
         let (ddp, _) = made(gpu, options, pair);
         let mut optimizer = AdamW::new(&ddp, ParamsAdamW::default()).unwrap();
