@@ -213,6 +213,9 @@ impl GradScaler {
 
     /// Takes the last step into account.
     fn settle(&mut self) -> Result<()> {
+        if self.late.is_none() {
+            return Ok(());
+        }
         let (before, settled) = (self.scale, self.settled()?);
         (self.scale, self.clean_steps) = settled;
         self.late = None;
