@@ -20,7 +20,7 @@ const MOST: &str = "NCCL_MAX_CTAS";
 /// The purpose of a communicator, which decides how many blocks its kernels may have.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Limit {
-    /// A group of its own.
+    /// A group that was not made from another one.
     Main,
     /// A group that was made from another one.
     Of(Role),

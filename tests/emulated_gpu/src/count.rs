@@ -9,11 +9,11 @@ thread_local! {
 
 /// The name under which allocations are counted.
 pub(crate) const ALLOCATION: &str = "allocation";
-/// Those of the host's waits: for all of a stream's work, so that it has none when the host goes on, and for some of it, with the number of
+/// The names of the host's waits: for all of a stream's work, so that it has none left afterwards, and for some of it, with the number of
 /// operations that the stream still has. All other names are operations: work that a stream executes.
 pub(crate) const WAIT: &str = "wait for all work";
 pub(crate) const EARLY_WAIT: &str = "wait for earlier work";
-/// That of all calls for no bytes. No stream has work from them, but the host makes them.
+/// The name of all calls for no bytes. No stream has work from them, but the host makes them.
 const NOTHING: &str = "call for no bytes";
 
 /// Counts a call of the current thread.

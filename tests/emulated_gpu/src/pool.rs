@@ -43,7 +43,7 @@ pub(crate) fn size() -> usize {
     if limit() == u64::MAX { 16 << 30 } else { limit() as usize }
 }
 
-/// What the pool and NCCL's communicators leave of a limited memory.
+/// The part of a limited memory that neither the pool nor NCCL's communicators have.
 pub(crate) fn free() -> Option<usize> {
     let Pool { reserved, outside, .. } = *pool();
     (limit() < u64::MAX).then(|| limit().saturating_sub(reserved.saturating_add(outside)) as usize)

@@ -88,7 +88,7 @@ pub(super) fn warn_of_old(version: usize, capability: i32, pass: Pass, shape: &A
     });
 }
 
-/// The engine that a pass must name: that of the only kernels for [`NAMED`] whose gradients are the same in every run. Engines and knobs
+/// The engine that a pass must name. On GPUs of [`NAMED`], only its kernels have the same gradients in every run. Engines and knobs
 /// are those of cudnn-frontend (`override_heuristics_query` in scaled_dot_product_flash_attention.h).
 fn engine(version: usize, [major, minor]: [i32; 2], pass: Pass) -> Option<Engine> {
     const STAGES: u32 = 14;
