@@ -188,7 +188,6 @@ impl GradScaler {
         let (Stage::Unscaled(verdict) | Stage::Stepped(verdict)) = self.stage.clone() else {
             return Err(misuse("update", "neither `unscale` nor `step` was called in this step"));
         };
-        self.settle()?;
         self.stage = Stage::Scaled;
         self.has_scaled = AtomicBool::new(false);
         let is_late = verdict.numbers().is_some();

@@ -9,7 +9,7 @@ pub(super) const ROWS: &[Row] = &[
         kind: Number("a positive number"),
         set_by: "`ddprun`, you",
         read_by: "rayon, candle-ddp",
-        meaning: "the number of threads with which a rank computes on the CPU",
+        meaning: "the number of threads with which a rank computes on the CPU (not `OMP_NUM_THREADS`)",
         default: "`ddprun` gives each rank its share of the processors; otherwise [`init_process_group` does, with a warning](clusters.md#slurm)",
     },
     Row {
@@ -193,7 +193,7 @@ pub(super) const ROWS: &[Row] = &[
         kind: Number("a positive number"),
         set_by: "you",
         read_by: "NCCL, candle-ddp",
-        meaning: "the most blocks of NCCL's kernels, in the place of [each group's](several_gpus.md#what-has-been-tested)",
+        meaning: "the most blocks of NCCL's kernels, instead of [each group's](several_gpus.md#what-has-been-tested)",
         default: "these limits",
     },
     Row {

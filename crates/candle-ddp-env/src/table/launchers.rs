@@ -113,7 +113,7 @@ pub(super) const ROWS: &[Row] = &[
         kind: Text("a list of nodes such as node[003-005,9],gpu-a"),
         set_by: "Slurm",
         read_by: "candle-ddp-rendezvous",
-        meaning: "the first node, in the place of `MASTER_ADDR`",
+        meaning: "the first node, instead of `MASTER_ADDR`",
         default: "–",
     },
     Row {
@@ -121,7 +121,7 @@ pub(super) const ROWS: &[Row] = &[
         kind: Number("a non-negative number"),
         set_by: "Slurm",
         read_by: "candle-ddp-rendezvous",
-        meaning: "the port, in the place of `MASTER_PORT`, and the name of the run",
+        meaning: "the port, instead of `MASTER_PORT`, and the name of the run",
         default: "–",
     },
     Row {
@@ -129,7 +129,7 @@ pub(super) const ROWS: &[Row] = &[
         kind: Number("a non-negative number"),
         set_by: "Slurm",
         read_by: "candle-ddp-mpi",
-        meaning: "over MPI, an error if a task is alone in its world: `srun` needs [`--mpi`](clusters.md#slurm)",
+        meaning: "over MPI, an error if a task of several is alone in its world: `srun` needs [`--mpi`](clusters.md#slurm)",
         default: "–",
     },
     Row {
